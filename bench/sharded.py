@@ -11,7 +11,7 @@ import argparse
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from fused_lora import Fusion, fuse
 
 ON_GPU = torch.cuda.is_available()
 CHECKPOINTS = ("none", "full", "offload")
+RUNS = ("plain", "fused")
 
 
 def shard(model: Any) -> Any:
@@ -74,8 +75,10 @@ def draw_weights(model: Any, device: torch.device) -> None:
             values.normal_(0.0, 0.02)
 
 
-def report_speed(name: str, model: Any, asked: argparse.Namespace, device: torch.device) -> None:
-    """Train, and print tokens/s a GPU, peak memory, and the first and the last loss of rank 0."""
+def report_speed(
+    name: str, model: Any, asked: argparse.Namespace, device: torch.device
+) -> list[float]:
+    """Train, and print tokens/s a GPU and peak memory. Return this rank's losses."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     vocabulary = (model.module if asked.base == "ddp" else model).config.vocab_size
     generator = torch.Generator(device).manual_seed(dist.get_rank())
@@ -85,48 +88,50 @@ def report_speed(name: str, model: Any, asked: argparse.Namespace, device: torch
         torch.cuda.reset_peak_memory_stats()
     for step in range(asked.warm_up + asked.steps):
         if step == asked.warm_up:
-            wait()
-            seconds = -time.perf_counter()
+            seconds = -synchronized_s()
         tokens = torch.randint(vocabulary, shape, generator=generator, device=device)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    wait()
-    seconds += time.perf_counter()
+    seconds += synchronized_s()
+    found = [loss.item() for loss in losses]
     if dist.get_rank() == 0:
-        peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
+        tokens_per_s = asked.steps * asked.batch_size * asked.tokens / seconds
+        peak_gib = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
         print(
-            f"{name}, {asked.base}: {asked.steps * asked.batch_size * asked.tokens / seconds:,.0f} "
-            f"tokens/s a GPU, peak {peak:.1f} GiB, loss {losses[0]:.4f} to {losses[-1]:.4f}",
+            f"{name}, {asked.base}: {tokens_per_s:,.0f} tokens/s a GPU, peak {peak_gib:.1f} GiB, "
+            f"loss {found[0]:.4f} to {found[-1]:.4f}",
             flush=True,
         )
+    return found
 
 
-def wait() -> None:
+def synchronized_s() -> float:
     if ON_GPU:
         torch.cuda.synchronize()
     dist.barrier()
+    return time.perf_counter()
 
 
-def main() -> None:
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a config.json")
     parser.add_argument("--base", choices=BASES, default="sharded")
     parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="full")
-    parser.add_argument("--runs", nargs="+", choices=("plain", "fused"), default=["plain", "fused"])
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     for size, usual in (
         ("tokens", 4096), ("batch-size", 1), ("lora-rank", 16), ("warm-up", 3), ("steps", 10)
     ):  # fmt: skip
         parser.add_argument(f"--{size}", type=int, default=usual)
-    asked = parser.parse_args()
+    return parser.parse_args(arguments)
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
-    if ON_GPU:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if ON_GPU else "gloo")
+
+def train_each(asked: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:
+    """Train a new model in each run, from the same weights. Return the losses of each."""
     fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=asked.checkpoint)
+    losses = {}
     for run in asked.runs:
         gc.collect()  # the model before this one
         torch.manual_seed(dist.get_rank() if asked.base == "sharded" else 0)
@@ -135,16 +140,23 @@ def main() -> None:
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
         if asked.base == "sharded":
-            wrapped = shard(model)
+            shard(model)
         draw_weights(model, device)
-        if run == "fused":
-            done = fuse(model, fusion)
-            if dist.get_rank() == 0:
-                print(done)
-        if asked.base != "sharded":
-            wrapped = BASES[asked.base](model)
-        report_speed(run, wrapped, asked, device)
+        if run == "fused" and (done := fuse(model, fusion)) and dist.get_rank() == 0:
+            print(done)
+        wrapped = model if asked.base == "sharded" else BASES[asked.base](model)
+        losses[run] = report_speed(run, wrapped, asked, device)
         del model, wrapped
+    return losses
+
+
+def main() -> None:
+    asked = parsed()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if ON_GPU else "gloo")
+    train_each(asked, device)
     dist.destroy_process_group()
 
 

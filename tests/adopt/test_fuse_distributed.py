@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt.layer import borders_of
 
 FUSIONS = {
     "attention": Fusion(attention=True),  # with rope it is another function
@@ -144,14 +145,18 @@ def test_the_report_of_a_sharded_model_says_what_its_next_forward_runs(fusion, g
     model = shard(peft_model(device), device)
     found = fuse(model, fusion)
     assert found.counts == fuse(peft_model(device), fusion).counts
-    step_of(model)  # the root keeps what it has gathered
+    step_of(model)  # the root keeps what it has gathered; a layer's weights are freed
+    for layer in model.get_submodule(LAYERS):
+        for border in getattr(borders_of(layer), "borders", ()):
+            assert not any(one.untyped_storage().nbytes() for one, _ in border.buffer()._plain)
     assert report(model) == fuse(model, fusion) == found
     assert not found.left
 
 
-def test_weights_in_bordered_buffers_are_not_sharded(group, device):
+def test_layers_are_sharded_before_their_first_forward_or_not_at_all(group, device):
     model = peft_model(device)
     fuse(model, LAYER)
+    step_of(model)
     with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters"):
         shard(model, device)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 # The method that nn.DataParallel calls on every module of a model.
 REPLICATE = "_replicate_for_data_parallel"
@@ -65,9 +65,14 @@ def between_forwards() -> Iterator[None]:
         _thread.is_between = before
 
 
-def may_gather(module: nn.Module) -> bool:
+def may_gather(module: nn.Module | None) -> bool:
     """Return True in a forward within FSDP2: a weight may lie here for this pass alone."""
-    return is_in_fsdp(module) and not _thread.is_between
+    return module is not None and is_in_fsdp(module) and not _thread.is_between
+
+
+def may_shard_later() -> bool:
+    """Return True among ranks, where fully_shard may follow."""
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def reshard(model: nn.Module) -> None:

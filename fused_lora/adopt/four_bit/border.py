@@ -2,13 +2,15 @@
 all layers share.
 
 FSDP2 gathers a layer's weights before its forward and before its backward, and frees them after
-each. They come back in the same parameters, so a buffer can keep these and copy them in each pass.
+each. They come back in the same parameters, which it has made itself, so a buffer can keep these
+and copy them in each pass.
 """
 
+import weakref
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from ...kernels.rows import empty_rows
 from ...layer.buffer import Bordered, Buffer
@@ -23,9 +25,21 @@ class PackedBorder(Border):
     """A Border that also takes weights in 4 bits, beside others or alone, and those that FSDP2
     gathers. Where there are none, it is a Border."""
 
+    may_wait = True
+
     def __init__(self) -> None:
         super().__init__()
+        self._seen: list[weakref.ref[Tensor]] = []
         self._kept: tuple[tuple, Layout, ScratchBuffer] | None = None
+
+    def see(self, reads: Sequence[Projection]) -> None:
+        self._seen = [weakref.ref(_parameter_of(read)) for read in reads]
+
+    def _is_gathered(self, read: Projection) -> bool:
+        """Return True for a weight that FSDP2 has put here for this pass. Those that it ignores are
+        still what `fuse` has seen."""
+        parameter = _parameter_of(read)
+        return may_gather(read.base) and all(seen() is not parameter for seen in self._seen)
 
     def buffer(self) -> Buffer | None:
         return super().buffer() if self._kept is None else self._kept[2]
@@ -38,7 +52,7 @@ class PackedBorder(Border):
         dtype: torch.dtype,
         scratches: Scratches,
     ) -> tuple[Bordered, bool]:
-        is_gathered = may_gather(_base_of(reads[0])) and not self._holds(reads)
+        is_gathered = any(map(self._is_gathered, reads))
         if not is_gathered and not any(read.is_packed for read in reads):
             self._kept = None
             return super().find_or_make(reads, parts, ranks, dtype, scratches)
@@ -54,14 +68,14 @@ class PackedBorder(Border):
         return layout.bordered(buffer, reads, parts), False
 
 
-def _base_of(read: Projection) -> nn.Module:
-    assert read.base is not None
-    return read.base
+def _parameter_of(read: Projection) -> Tensor:
+    return read.base.weight if read.is_packed else read.weight  # type: ignore[union-attr,return-value]
 
 
 def _places_of(reads: Sequence[Projection], is_gathered: bool) -> tuple:
     if is_gathered:  # to another address each time
-        return tuple((id(read.weight), id(held_bias(read)), read.weight.dtype) for read in reads)
+        parameters = [(_parameter_of(read), held_bias(read)) for read in reads]
+        return tuple((id(weight), id(bias), weight.dtype) for weight, bias in parameters)
     return tuple(map(_place_of, reads))
 
 

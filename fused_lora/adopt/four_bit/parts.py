@@ -49,7 +49,8 @@ class Written:
         scratch = self._scratch
         scratch.holder = -1  # if what follows fails
         scratch.is_captured |= is_capturing(scratch.memory)
-        self._dequantize.write(None, lambda: (self._weights, self.matrices))
+        key = tuple(one.codes.data_ptr() for one in self._weights)  # FSDP2 gathers to others
+        self._dequantize.write(key, lambda: (self._weights, self.matrices))
         scratch.holder = self.serial
 
     def write_again(self) -> None:
