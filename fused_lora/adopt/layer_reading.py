@@ -147,6 +147,8 @@ def _why_not_parts(layer: Any) -> str | None:
     reason = why_not_class(layer, "DecoderLayer") or known_form(layer, "DecoderLayer")
     if reason:
         return reason
+    if "self_attn" not in layer._modules:
+        return "it has a gated delta net, no attention: it runs in parts"
     if type(layer).__bases__[0].__name__ == "FSDPModule":
         call = "fully_shard(model, ignored_params=frozen)"
         return f"fully_shard shards layers: fuse first, then {call} alone"

@@ -88,9 +88,11 @@ def test_projections_without_an_adapter_run_with_the_others(device):
     assert_close(step(fused), step(plain), 2e-4)
 
 
-@pytest.mark.parametrize("checkpoint", ["", "full"])
+@pytest.mark.parametrize("checkpoint", ["", "full", "offload"])
 def test_padding_does_not_reach_the_recurrence(checkpoint, device):
-    fused, plain, _ = pair(device, fusion=Fusion(**ALL, checkpoint=checkpoint))
+    """Layers with attention run whole beside those with a gated delta net, and join the loss."""
+    fused, plain, done = pair(device, fusion=Fusion(**ALL, layer=True, checkpoint=checkpoint))
+    assert done.counts["layer"] == "1 of 2 layers"
     mask = torch.ones(2, 6, dtype=torch.int64, device=device)
     mask[0, :2] = 0
     got, want = (step(model, attention_mask=mask) for model in (fused, plain))
