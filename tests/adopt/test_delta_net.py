@@ -68,6 +68,7 @@ LEFT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow("DoRA of z", "another activation")
 @pytest.mark.parametrize("change", LEFT)
 def test_what_stays_with_peft_is_named_and_the_rest_runs_fused(change, device):
     do, reason, functions = LEFT[change]
@@ -88,6 +89,7 @@ def test_projections_without_an_adapter_run_with_the_others(device):
     assert_close(step(fused), step(plain), 2e-4)
 
 
+@pytest.mark.slow("offload")
 @pytest.mark.parametrize("checkpoint", ["", "full", "offload"])
 def test_padding_does_not_reach_the_recurrence(checkpoint, device):
     """Layers with attention run whole beside those with a gated delta net, and join the loss."""
