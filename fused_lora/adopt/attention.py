@@ -217,7 +217,7 @@ def _read_rest(
         return None
     o = attention.o_proj
     if (
-        why_not_sdpa(attention)
+        why_not_as_one(attention)
         or why_not_head_norms(attention)
         or why_not_inputs(mask, past_key_values, options)
         or not ("attention" in fused_parts_of(o) or _is_without_adapter(o))
@@ -227,13 +227,19 @@ def _read_rest(
     return None if reason or why_not_input(hidden_states, [read]) else read
 
 
+def why_not_as_one(attention: Any) -> str | None:
+    """Return the reason if this attention cannot run as one LoRA_Attention, beside its
+    projections."""
+    if known_form(attention, "Attention").has_gate:
+        return "a gate multiplies what it gives to o_proj"
+    return why_not_sdpa(attention)
+
+
 def why_not_sdpa(attention: Any) -> str | None:
     """Return the reason if this attention runs anything but causal scaled_dot_product_attention on
     q, k and v."""
     implementation = attention.config._attn_implementation
     form = known_form(attention, "Attention")
-    if form.has_gate:
-        return "a gate multiplies what it gives to o_proj"
     if form.shares_kv:
         return "its v is normed, and its k and v may be another layer's"
     if implementation != "sdpa" and "softcap" in dict(form.passes):

@@ -13,7 +13,7 @@ from ..lora_group import FrozenGroup, LoRA_Group
 from .aside import say_left, step_aside
 from .attention import NO_CACHE_IN_TRAINING
 from .families import DeltaNetForm
-from .foreign.delta_rule import delta_rule
+from .foreign.delta_rule import NAME, delta_rule
 from .foreign.versions import CACHE, RULE_REPEATS_HEADS, STATES, class_forward
 from .four_bit.parts import why_not_input, written
 from .known import known_form, why_not_class
@@ -93,9 +93,12 @@ def delta_net_forward(
     if RULE_REPEATS_HEADS and (times := net.num_v_heads // net.num_k_heads) > 1:
         q, k = (one.repeat_interleave(times, dim=2) for one in (q, k))
     decay = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
-    found, _ = read.rule(
+    # rows that hold documents: only the library's function keeps them apart, or says that it cannot
+    documents = options.pop("cu_seq_lens_q", None)
+    rule = read.rule if documents is None else named[NAME]
+    found, _ = rule(
         q, k, v, g=decay, beta=b.sigmoid(), initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=True, cu_seqlens=options.pop("cu_seq_lens_q", None), **options,
+        use_qk_l2norm_in_kernel=True, cu_seqlens=documents, **options,
     )  # fmt: skip
     rows = found.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)
     return net.out_proj(net.norm(*rows).reshape(z.shape))

@@ -24,7 +24,7 @@ from ..label_check import IGNORED
 from ..step import padding_seen
 from ..step.graphed_module import is_graphed
 from .attend import turns
-from .attention import read_qkv, why_not_sdpa
+from .attention import read_qkv, why_not_as_one, why_not_sdpa
 from .foreign.forwards import fused_parts_of
 from .foreign.hooks import has_hooks
 from .foreign.originals import why_replaced
@@ -123,6 +123,8 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
     # else it attends as transformers does, with a mask of positions x positions
     if borders is not None:
         return attention_is_read(layer, borders.kind)
+    if why_not_as_one(attention):
+        return False
     reads, reason = attempt(read_qkv, attention)
     return not reason and reads.are_all and reason_of(read_output, attention.o_proj) is None
 

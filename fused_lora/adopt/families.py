@@ -167,7 +167,7 @@ FAMILIES = (
     Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
     # most of its layers have a gated delta net instead
     Family("qwen3_5", "Qwen3_5", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM,
-           delta_net=DeltaNetForm(), gated_norm=GatedNormForm()),
+           delta_net=DeltaNetForm(), gated_norm=GatedNormForm(), whole=True),
     Family("cwm", "Cwm", WINDOWED, whole=True),
     Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),

@@ -135,14 +135,16 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
         for name in names_of_norms(form)
     )
     heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
+    attention_form = known_form(attention, "Attention")
+    heads //= 2 if attention_form.has_gate else 1
     every = [part for group in parts for part in group]
     adapters = (tensor for read in every for tensor in (read.A, read.B))
     others = _others(every, input_norm, post_norm, attended_norm, mlp_norm)
     return *adapters, *others, FrozenLayer(
         input_norm=input_norm, post_norm=post_norm, qkv=qkv, o=o, gate_up=gate_up, down=down,
         heads=heads, kv_heads=kv_heads, attention_scaling=attention.scaling, borders=borders,
-        head_norms=head_norms_of(attention),
-        interleaved=known_form(attention, "Attention").interleaved, multiplier=multiplier,
+        head_norms=head_norms_of(attention), has_gate=attention_form.has_gate,
+        interleaved=attention_form.interleaved, multiplier=multiplier,
         attended_norm=attended_norm, mlp_norm=mlp_norm, activation=activation_of(layer.mlp),
         dropouts=tuple(read.dropout for read in every),
     )  # fmt: skip

@@ -147,6 +147,8 @@ def _why_not_parts(layer: Any) -> str | None:
     reason = why_not_class(layer, "DecoderLayer") or known_form(layer, "DecoderLayer")
     if reason:
         return reason
+    if "self_attn" not in layer._modules:
+        return "it has a gated delta net, no attention: it runs in parts"
     attention, mlp = layer.self_attn, layer.mlp
     for name, kind in (("self_attn", "Attention"), ("mlp", "MLP")):
         part = layer._modules[name]

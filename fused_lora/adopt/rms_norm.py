@@ -115,7 +115,7 @@ def gated_norm_forward(
 
 
 def normed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield layers with attention, and those with a gated delta net instead."""
+    """Yield layers with attention, and those with a gated delta net instead of it."""
     for mixer in ("self_attn", "linear_attn"):
         yield from having(mixer, "post_attention_layernorm", "mlp")(model)
 

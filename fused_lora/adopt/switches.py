@@ -9,11 +9,10 @@ from . import attention, cross_entropy, delta_net, layer, linear, mlp, rms_norm
 from .borders import Border
 from .four_bit.reading import why_not_norms
 from .fp8.border import Fp8Border
-from .site import Part, Site, having
+from .site import Part, Site
 
 # --- sites ----------------------------------------------------------------------------------------
 
-layers = having("self_attn", "post_attention_layernorm", "mlp")
 MLP = Site(
     mlp.mlps, mlp.read_mlp, mlp.mlp_forward, units=mlp.projections_of,
     left=lambda reads: reads.left, why_not_there=why_not_norms,
@@ -46,7 +45,7 @@ LOSS = Site(
     cross_entropy.causal_lms, cross_entropy.read_answered_head, cross_entropy.causal_lm_forward
 )
 FP8_LOSS = LOSS._replace(read=cross_entropy.read_fp8_head)
-LAYER = Site(layers, layer.check_layer, layer.layer_forward)
+LAYER = Site(rms_norm.normed_layers, layer.check_layer, layer.layer_forward)
 
 # --- parts ----------------------------------------------------------------------------------------
 

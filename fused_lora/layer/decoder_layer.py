@@ -9,7 +9,7 @@ of o, of gate and up, and of down, forward in the order of execution:
     qkv     = [n | zn] M' + bias                   q, k and v side by side, in one product
     q, k    turned where they lie (RoPE); with norms of their heads, as Qwen3 has, qkv stays as it
             is, and one pass writes [RoPE(norm(q)) | RoPE(norm(k)) | v] beside it
-    a       = attention(q, k, v)
+    a       = attention(q, k, v)           where q's projection gives a gate, times its sigmoid
     za      = a A'                                 into [a | za], in the pass that copies a there
     t       = x + [a | za] M'                      into a copy of x, which the norm has written, and
                                                    rounded once; what is added may be multiplied
@@ -78,12 +78,10 @@ import torch
 
 from fused_mlp.utils import refuse_second_derivative, without_autocast
 
-from ..kernels.qkv_attention import attention_backward
-from ..kernels.qkv_norm_rope import head_norms_backward
-from ..kernels.qkv_rope import scale_q, split_heads
 from ..kernels.rows import as_rows, empty_rows
 from ..rerun import has_kept
 from .adapter_sums import AdapterSums, swiglu_gradients
+from .attention_gradient import attention_gradient
 from .buffer import Incoming
 from .filling import Adapter
 from .forward import add_attention, add_mlp, new_output, turn
@@ -110,9 +108,11 @@ class DecoderLayer(torch.autograd.Function):
         q, k, v = (split_into_heads(proj(n)) for proj in (q_proj, k_proj, v_proj))
         q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any
         q = q * q_scale  # as every token has its own, if there is one
+        # with has_gate each head of q_proj(n) is followed by its gate
         attended = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=attention_scaling, enable_gqa=True)
-        total = hidden + attended_norm(multiplier * o_proj(join_heads(attended)))
+        attended = join_heads(attended) * torch.sigmoid(gate)  # the gate, if there is one
+        total = hidden + attended_norm(multiplier * o_proj(attended))
         m = post_norm(total)
         activated = activation(gate_proj(m)) * up_proj(m)  # F.silu, or F.gelu by tanh
         output = total + mlp_norm(multiplier * down_proj(activated))
@@ -172,7 +172,7 @@ class DecoderLayer(torch.autograd.Function):
         )
         raw, qkv = turn(qkv, cos, sin, positions, frozen)
         attended = once_as_record(
-            lambda: add_attention(x, qkv, mask, copy, positions, frozen, dropouts.o)
+            lambda: add_attention(x, raw, qkv, mask, copy, positions, frozen, dropouts.o)
         )
 
         # from total on, there are the needed rows alone
@@ -280,17 +280,7 @@ class DecoderLayer(torch.autograd.Function):
                 grad_attended = spread_rows(grad_attended, rows, x.shape[0])
                 grad_residual = spread_rows(grad_residual, rows, x.shape[0])
             grad_qkv = empty_rows(like, x.shape[0], qkv.grad_columns)
-            attention_backward(
-                grad_attended, saved.qkv, saved.cos, saved.sin, saved.mask, attended.x,
-                attended.saved, attended.attention, grad_qkv[:, : qkv.out],
-            )  # fmt: skip
-            scale_q(grad_qkv, frozen.q_scale, qkv.out_features[0])
-            if saved.raw is not None:
-                assert frozen.head_norms is not None
-                q, k, _ = split_heads(
-                    saved.raw, saved.hidden.shape[1], frozen.heads, frozen.kv_heads
-                )
-                head_norms_backward(q, k, frozen.head_norms, grad_qkv[:, : qkv.out])
+            attention_gradient(grad_attended, saved, grad_qkv[:, : qkv.out])
             del grad_attended
 
             # q, k and v of the norm of x

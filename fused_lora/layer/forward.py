@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..kernels.output_gate import gate_forward, split_gated_heads
 from ..kernels.qkv_attention import Attention, attention_forward
 from ..kernels.qkv_norm_rope import norm_rope_together
 from ..kernels.qkv_rope import rope_forward, scale_q, split_heads
@@ -26,18 +27,24 @@ def turn(
             rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads, frozen.interleaved)
         scale_q(qkv, frozen.q_scale, frozen.qkv.out_features[0])
         return None, qkv
-    turned = torch.empty_like(qkv)
-    q, k, v = split_heads(qkv, positions, frozen.heads, frozen.kv_heads)
+    heads, kv_heads = frozen.heads, frozen.kv_heads
+    if frozen.has_gate:
+        q, k, v = split_gated_heads(qkv, positions, heads, kv_heads)
+        turned = qkv.new_empty(len(qkv), (heads + 2 * kv_heads) * q.shape[3])
+    else:
+        q, k, v = split_heads(qkv, positions, heads, kv_heads)
+        turned = torch.empty_like(qkv)
     norm_rope_together(q, k, v, frozen.head_norms, cos, sin, turned, frozen.interleaved)
     scale_q(turned, frozen.q_scale, frozen.qkv.out_features[0])
     return qkv, turned
 
 
 def add_attention(
-    x: Tensor, qkv: Tensor, mask: Tensor | None, copy: Tensor | None, positions: int,
-    frozen: FrozenLayer, dropout: Dropout | None,
+    x: Tensor, raw: Tensor | None, qkv: Tensor, mask: Tensor | None, copy: Tensor | None,
+    positions: int, frozen: FrozenLayer, dropout: Dropout | None,
 ) -> Attended:  # fmt: skip
-    """Attend, project by o and add to the residual x, or into its copy."""
+    """Attend, multiply by the gate in raw, if there is one, project by o and add to the residual x,
+    or into its copy."""
     o, rows = frozen.o, frozen.rows
     extended = out = None  # [a | za], which o's matmul reads
     if rows is None and not o.buffer.adds_beside(dropout):
@@ -47,7 +54,13 @@ def add_attention(
     attention = Attention(
         positions, frozen.heads, frozen.kv_heads, frozen.attention_scaling, frozen.interleaved
     )
-    attended, saved, attention = attention_forward(qkv, mask, attention, out)
+    before_gate = None
+    if frozen.has_gate:
+        assert raw is not None
+        before_gate, saved, attention = attention_forward(qkv, mask, attention)
+        attended = gate_forward(before_gate, raw, before_gate.shape[1] // frozen.heads, out)
+    else:
+        attended, saved, attention = attention_forward(qkv, mask, attention, out)
     residual, read = needed_rows(x, rows), needed_rows(attended, rows)
     total = copy
     if total is None:
@@ -64,7 +77,7 @@ def add_attention(
         projected = torch.zeros_like(residual)
         z = add(projected, projected)
         normed = _add_normed(residual, projected, frozen.attended_norm, total)
-    return Attended(attended, total, z, normed, saved, attention)
+    return Attended(attended, total, z, normed, saved, attention, before_gate)
 
 
 def new_output(hidden: Tensor, total: Tensor, frozen: FrozenLayer) -> tuple[Tensor, Tensor | None]:

@@ -110,6 +110,7 @@ class FrozenLayer(NamedTuple):
     attention_scaling: float
     borders: Filling
     head_norms: HeadNorms | None = None  # of q and k; None: they turn as they are
+    has_gate: bool = False  # q's projection gives a gate beside each head (`output_gate.py`)
     interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
     # [batch or 1, positions] in fp32, multiplies q after RoPE; None: 1
     q_scale: Tensor | None = None

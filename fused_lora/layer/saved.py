@@ -28,6 +28,7 @@ class Attended(NamedTuple):
     normed: Normed | None  # what o gave, where that is normed
     saved: AttentionSaved
     attention: Attention
+    before_gate: Tensor | None = None  # x before its gate, if it has one
 
 
 class Saved(NamedTuple):
@@ -39,7 +40,7 @@ class Saved(NamedTuple):
     mask: Tensor | None
     n: ProductInput  # what q, k and v read
     input_rstd: Tensor | None
-    raw: Tensor | None  # [q | k | v] before the norms of heads, if there are any
+    raw: Tensor | None  # [q | k | v] before the norms of heads, if there are any; with gates
     qkv: Tensor
     attended: Attended
     m: ProductInput  # what gate and up read

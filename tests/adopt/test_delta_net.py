@@ -34,7 +34,7 @@ def step(model, **inputs):
     return values_of(model, model(input_ids=tokens, labels=tokens, **inputs).loss)
 
 
-def of_net(functions):
+def functions_in_net(functions):
     """Leave out the functions of the layer with attention: its q, k and v, and its o."""
     found = {name: functions.get(name, 0) for name in FUSED}
     return found | {"LoRA_W": found["LoRA_W"] - functions["LoRA_QKV"]}
@@ -68,6 +68,7 @@ LEFT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow("DoRA of z", "another activation")
 @pytest.mark.parametrize("change", LEFT)
 def test_what_stays_with_peft_is_named_and_the_rest_runs_fused(change, device):
     do, reason, functions = LEFT[change]
@@ -75,7 +76,7 @@ def test_what_stays_with_peft_is_named_and_the_rest_runs_fused(change, device):
     others = {name: why for name, why in done.left.items() if "recurrence" not in name}
     assert all(reason in why for why in others.values()) and bool(others) == bool(reason)
     got, want = step(fused), step(plain)
-    assert of_net(got.functions) == functions
+    assert functions_in_net(got.functions) == functions
     assert_close(got, want, 2e-4)
     unfuse(fused)
     assert not step(fused).functions
@@ -88,9 +89,12 @@ def test_projections_without_an_adapter_run_with_the_others(device):
     assert_close(step(fused), step(plain), 2e-4)
 
 
-@pytest.mark.parametrize("checkpoint", ["", "full"])
+@pytest.mark.slow("offload")
+@pytest.mark.parametrize("checkpoint", ["", "full", "offload"])
 def test_padding_does_not_reach_the_recurrence(checkpoint, device):
-    fused, plain, _ = pair(device, fusion=Fusion(**ALL, checkpoint=checkpoint))
+    """Layers with attention run whole beside those with a gated delta net, and join the loss."""
+    fused, plain, done = pair(device, fusion=Fusion(**ALL, layer=True, checkpoint=checkpoint))
+    assert done.counts["layer"] == "1 of 2 layers"
     mask = torch.ones(2, 6, dtype=torch.int64, device=device)
     mask[0, :2] = 0
     got, want = (step(model, attention_mask=mask) for model in (fused, plain))
@@ -112,7 +116,7 @@ def test_bf16_over_fp32_weights_is_within_the_error_budget(device):
     truth = step(copy.deepcopy(plain).double())
     with torch.autocast(device, torch.bfloat16):
         got, eager = step(fused), step(plain)
-    assert of_net(got.functions) == FUSED
+    assert functions_in_net(got.functions) == FUSED
     errors = [
         sum(relative_error(found[name], truth[name]) for name in truth) for found in (got, eager)
     ]
@@ -158,3 +162,5 @@ def test_where_fla_refuses_this_triton_transformers_own_runs_and_the_report_says
         assert report(fused).left == {f"{NET}.recurrence": delta_rule.REFUSES_TRITON}
         with pytest.warns(match="flash-linear-attention refuses Triton"):
             assert_close(step(fused), want, 2e-4)
+        with pytest.raises(RuntimeError, match="incorrect"):  # its own would mix documents
+            step(fused, cu_seq_lens_q=torch.tensor([0, 3, 6], device=device))

@@ -20,6 +20,7 @@ from fused_lora.kernels import (
     causal_attention_backward,
     dequantize_4bit,
     many_copies,
+    output_gate,
     qkv_norm_rope,
     qkv_rope,
 )
@@ -154,6 +155,9 @@ def launch_layer():
     ):
         qkv_norm_rope.norm_rope_together(*grads, norms, *angles, qkv)
         qkv_norm_rope.head_norms_backward(*grads[:2], norms, qkv)
+    raw = empty(TOKENS, 2 * (HEADS + KV_HEADS) * HEAD_DIM)
+    output_gate.gate_forward(grad, raw, HEAD_DIM)
+    output_gate.gate_backward(grad, grad, raw, HEAD_DIM, torch.empty_like(raw))
     # its launcher reads addresses, and these tensors have none
     table = [empty(1, dtype=d) for d in (torch.int64, torch.float32, torch.int32, torch.int32)]
     source, block = empty(1, dtype=torch.float32), many_copies.BLOCK_COPIED

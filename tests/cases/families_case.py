@@ -66,7 +66,8 @@ class Family:
     others: modules that a part fuses outside the text tower's layers.
     left: the other modules, or parts without any, and what the report says about them.
     functions: how often attention's functions appear in the graph of the loss.
-    not_whole: why its layers do not run whole, if they do not.
+    not_whole: why its layers do not run whole, if they do not. in_parts: why the first one does
+        not, if the second does.
     image_token: given if we test the model on an image of four patches.
     """
 
@@ -78,6 +79,7 @@ class Family:
     left: dict[str, str] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=lambda: ONE)
     not_whole: str = ""
+    in_parts: str = ""
     image_token: int | None = None
 
     @property
@@ -162,7 +164,7 @@ QWEN_3_5_PARTS = {
               "rms_norm": (*USUAL["rms_norm"], "0:linear_attn.norm", "1:self_attn.q_norm",
                            "1:self_attn.k_norm")},
     "functions": {"LoRA_Group": 1, "LoRA_QKV": 1, "LoRA_W": 2, "RoPE": 1},
-    "not_whole": NOT_READ,
+    "in_parts": "it has a gated delta net",
 }  # fmt: skip
 
 

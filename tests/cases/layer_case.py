@@ -76,7 +76,9 @@ def run(model, hidden, grad, mask=None, layout=None):
     positions = torch.arange(x.shape[1], device=x.device)[None]
     # a model with windowed and full layers has different angles for each
     layer_type = [layer.self_attn.layer_type] if hasattr(rotary, "layer_types") else []
-    angles = rotary(x, positions, *layer_type)
+    # in a vision-language family a position has three numbers
+    axes = positions.expand(3, 1, -1) if hasattr(rotary, "mrope_section") else positions
+    angles = rotary(x, axes, *layer_type)
     output = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
     output.backward(grad)
     gradients = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}

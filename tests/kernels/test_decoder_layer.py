@@ -95,6 +95,11 @@ OPTIONS = {
         | HEADS,
         "target_modules": "all-linear",
     },
+    "a gate beside each head, a part turned, norms of heads about one": {
+        "family": "Qwen3_5Text",
+        "config": {"pad_token_id": 0, "layer_types": ["full_attention"],
+                   "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}} | HEADS,
+    },
     "q scaled by position": {
         "family": "Ministral3",
         "config": {"rope_parameters": ROPE | {"llama_4_scaling_beta": 0.5,

@@ -14,6 +14,7 @@ from fused_lora.kernels import (
     fp8_norm,
     fp8_rows,
     fp8_swiglu,
+    output_gate,
     qkv_norm_rope,
     qkv_rope,
     swiglu_products_backward,
@@ -79,6 +80,11 @@ ARGUMENTS = {
             for name in ("hidden_product", "gate_product", "up_product")
         },
         "grad_gate_up": ones(9, 20), "activation": "silu",
+    },
+    output_gate.gate_forward: {"attended": ones(4, 6), "raw": ones(4, 16), "head_dim": 3},
+    output_gate.gate_backward: {
+        "grad": ones(4, 6), "attended": ones(4, 6), "raw": ones(4, 16), "head_dim": 3,
+        "grad_raw": ones(4, 16),
     },
     qkv_rope.rope_forward: {"qkv": QKV, **OF_ROPE, "heads": 2, "kv_heads": 1},
     qkv_rope.turn_back: {"grad_qkv": QKV, **OF_ROPE, "heads": 2, "kv_heads": 1},
@@ -170,6 +176,8 @@ ERRORS = [
     ("swiglu_backward_products", {"up_product.gradient": narrow},
      r"up_product: gradient is \[10, 7\]"),
     ("swiglu_backward_products", {"gate_product.gradient": double}, "gradient is torch.float64"),
+    ("gate_forward", {"raw": lambda t: t[:, :11]}, r"\[4, 11\], should be \[4, 12 or more\]"),
+    ("gate_backward", {"grad_raw": narrow}, r"grad_raw is \[4, 15\], should be \[4, 16\]"),
     ("rope_forward", {"qkv": short}, r"\[9, 24\], should be \[batch \* 5, 4 \* 6\]"),
     ("rope_forward", {"heads": to(3)}, r"\[10, 24\], should be \[batch \* 5, 5 \* 6\]"),
     ("rope_forward", {"cos": narrow, "sin": narrow}, "head_dim even"),

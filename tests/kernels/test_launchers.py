@@ -17,6 +17,7 @@ import test_swiglu as swiglu
 import test_swiglu_products_backward as products_backward
 import test_swiglu_products_forward as products_forward
 import torch
+from cases import output_gate_case as gates
 from cases import rope_case
 from cases.operands import BF16, DTYPES, FP16, FP32
 from cases.reference import assert_within_budget, use_poisoned_memory
@@ -31,6 +32,7 @@ from fused_lora.kernels import (
     fp8_norm,
     fp8_rows,
     fp8_swiglu,
+    output_gate,
     qkv_norm_rope,
     qkv_rope,
     sums_over_tokens,
@@ -171,6 +173,10 @@ LAUNCHERS = {
         )
         for which, options in OF_SWIGLU.items()
     },
+    "output_gate": Launcher(
+        ((output_gate, "_output_gate_kernel", "_output_gate_backward_kernel"),),
+        gates.SIZES, "odd", (0, 2, 8, 8), gates.make, gates.fused, gates.eager, writes=2,
+    ),
     "rope on [q | k | v]": Launcher(
         ((qkv_rope, "_qkv_rope_kernel"),),
         rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"], make_rope,

@@ -32,7 +32,7 @@ def delta_rule(net: nn.Module) -> tuple[Callable, str]:
     transformers' own, "" if not."""
     rule = getattr(sys.modules[type(net).__module__], NAME)
     if torch.compiler.is_compiling():  # `fuse` has asked before
-        return _chosen[rule]
+        return _chosen.get(rule, (rule, ""))
     if rule not in _chosen:
         _chosen[rule] = _choose(rule)
     return _chosen[rule]
