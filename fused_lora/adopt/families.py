@@ -47,6 +47,16 @@ class MLPForm(NamedTuple):
     activation: str = "act_fn"
 
 
+class ExpertsForm(NamedTuple):
+    """The experts of a mixture: down(activation(gate(x)) * up(x)) each, of gate_up_proj [experts,
+    2 intermediate, hidden] and down_proj, and a sum by routing weights.
+
+    activation: the attribute that holds the activation.
+    """
+
+    activation: str = "act_fn"
+
+
 class NormForm(NamedTuple):
     """An RMSNorm: x / rms(x) times its weight, or times 1 + weight if zero_centered.
 
@@ -102,6 +112,7 @@ class Family(NamedTuple):
     norm: NormForm | None = NormForm()
     layer: LayerForm | None = LayerForm()
     loss: LossForm | None = LossForm()
+    experts: ExpertsForm | None = None
     names: dict[str, str] = {}  # noqa: RUF012
     whole: bool = False
 
@@ -124,6 +135,7 @@ WINDOWED = AttentionForm(passes=OWN_WINDOW)
 NORMED_HEADS = AttentionForm(norms="heads", passes=OWN_WINDOW)
 GATE_UP = MLPForm(("gate_up_proj",), "activation_fn")
 MIXTURE = LossForm(has_router=True)
+EXPERTS = ExpertsForm()
 GEMMA_NORM = NormForm(zero_centered=True, eps="eps")
 GEMMA_LAYER = LayerForm(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
@@ -154,10 +166,10 @@ FAMILIES = (
     Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=OUTPUT_NORMS, whole=True),
     Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW),
            layer=OUTPUT_NORMS, whole=True),
-    # in a mixture of experts, `mlp` takes the MLPs that are not experts
-    Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE),
-    Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE),
-    Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE),
+    Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE, experts=EXPERTS),
+    Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE, experts=EXPERTS),
+    Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE,
+           experts=EXPERTS),
     Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),
     Family("gemma2", "Gemma2", AttentionForm(passes=(*OWN_WINDOW, SOFT_CAP)), norm=GEMMA_NORM,
            layer=GEMMA_LAYER, loss=GEMMA_LOSS, whole=True),
@@ -196,6 +208,7 @@ FAMILIES = (
 KINDS = {
     "Attention": ("attention", "Attention"),
     "MLP": ("mlp", "MLP"),
+    "Experts": ("experts", "Experts"),
     "RMSNorm": ("norm", "RMSNorm"),
     "Layer": ("layer", "DecoderLayer"),
     "ForCausalLM": ("loss", "ForCausalLM"),

@@ -36,7 +36,7 @@ TEXT = {
     "use_cache": False,
 }
 # Every token takes all experts. With more of them, bf16 would choose by luck.
-EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2,
+TOP_2 = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2,
            "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
            "experts_implementation": "eager"}  # fmt: skip
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -65,7 +65,7 @@ class Family:
     others: modules that a part fuses outside the text tower's layers.
     left: the other modules, or parts without any, and what the report says about them.
     functions: how often attention's functions appear in the graph of the loss.
-    not_whole: why its layers do not run whole, if they do not.
+    lora: changes to LoraConfig. not_whole: why its layers do not run whole, if they do not.
     image_token: given if we test the model on an image of four patches.
     """
 
@@ -76,6 +76,7 @@ class Family:
     others: dict[str, tuple[str, ...]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=lambda: ONE)
+    lora: dict = field(default_factory=dict)
     not_whole: str = ""
     image_token: int | None = None
 
@@ -101,7 +102,7 @@ class Family:
 
     def peft_model(self, device, dtype=torch.float32, **lora):
         model = self.base_model(dtype)
-        options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | lora
+        options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | self.lora | lora
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT warns about tied layers
             model = get_peft_model(
@@ -171,7 +172,7 @@ GEMMA_4 = {
 }
 GEMMA_4_NORMS = (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:], "self_attn.v_norm")
 PER_LAYER = {"rms_norm": ("model.per_layer_projection_norm",)}
-EXPERTS_ARE_PEFTS = {"mlp": "a mixture's experts stay PEFT's"}
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
     "Llama": Family("Llama"),
@@ -197,14 +198,16 @@ FAMILIES = {
     "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),
     "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),
     "Qwen3-MoE": Family(
-        "Qwen3Moe", EXPERTS, fused={"rms_norm": OF_HEADS}, left=EXPERTS_ARE_PEFTS,
+        "Qwen3Moe", TOP_2, fused={"mlp": ("mlp.experts",), "rms_norm": OF_HEADS}, lora=EXPERTS,
         not_whole=MIXTURE,
     ),
     "Qwen2-MoE": Family(
-        "Qwen2Moe", EXPERTS, fused={"mlp": ("mlp.shared_expert",)}, not_whole=MIXTURE,
+        "Qwen2Moe", TOP_2, fused={"mlp": ("mlp.shared_expert", "mlp.experts")}, lora=EXPERTS,
+        not_whole=MIXTURE,
     ),
     "Mixtral": Family(
-        "Mixtral", EXPERTS | {"sliding_window": 4}, left=EXPERTS_ARE_PEFTS, not_whole=MIXTURE,
+        "Mixtral", TOP_2 | {"sliding_window": 4}, fused={"mlp": ("mlp.experts",)}, lora=EXPERTS,
+        not_whole=MIXTURE,
     ),
     "Gemma": Family("Gemma"),
     "Gemma 2": Family(
