@@ -151,7 +151,9 @@ def check(cls: type) -> tuple[families.Family, dict[str, Found]]:
         if one is not None:
             found[kind] = one
         row = _with(row, field, one.form if one and not one.difference else None)
-    return row._replace(whole=all(getattr(row, f) for f, _ in families.KINDS.values())), found
+    others = (field for kind, (field, _) in families.KINDS.items() if kind != "Experts")
+    whole = "Experts" not in found and all(getattr(row, field) for field in others)
+    return row._replace(whole=whole), found
 
 
 def _with(row: families.Family, field: str, form: Any) -> families.Family:

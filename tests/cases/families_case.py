@@ -172,7 +172,8 @@ GEMMA_4 = {
 }
 GEMMA_4_NORMS = (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:], "self_attn.v_norm")
 PER_LAYER = {"rms_norm": ("model.per_layer_projection_norm",)}
-EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+# which PEFT takes for Qwen3-MoE's and Mixtral's gate_proj, up_proj and down_proj
+EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
     "Llama": Family("Llama"),
@@ -198,7 +199,7 @@ FAMILIES = {
     "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),
     "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),
     "Qwen3-MoE": Family(
-        "Qwen3Moe", TOP_2, fused={"mlp": ("mlp.experts",), "rms_norm": OF_HEADS}, lora=EXPERTS,
+        "Qwen3Moe", TOP_2, fused={"mlp": ("mlp.experts",), "rms_norm": OF_HEADS},
         not_whole=MIXTURE,
     ),
     "Qwen2-MoE": Family(
@@ -206,7 +207,7 @@ FAMILIES = {
         not_whole=MIXTURE,
     ),
     "Mixtral": Family(
-        "Mixtral", TOP_2 | {"sliding_window": 4}, fused={"mlp": ("mlp.experts",)}, lora=EXPERTS,
+        "Mixtral", TOP_2 | {"sliding_window": 4}, fused={"mlp": ("mlp.experts",)},
         not_whole=MIXTURE,
     ),
     "Gemma": Family("Gemma"),
