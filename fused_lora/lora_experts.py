@@ -236,7 +236,7 @@ def _aligned(adapter: Tensor, by: int, dtype: torch.dtype) -> Tensor:
 def _like(like: tuple[torch.Size, torch.dtype], gradient: Tensor, scaling: float) -> Tensor:
     """Return the scaled gradient of an adapter without what `_aligned` filled up, in its dtype."""
     (_, rows, columns), dtype = like
-    return (gradient[:, :rows, :columns] * scaling).to(dtype)
+    return gradient[:, :rows, :columns].to(dtype).mul_(scaling)
 
 
 def _check(

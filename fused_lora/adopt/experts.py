@@ -70,6 +70,10 @@ def read_experts(outermost: Any) -> list[AdaptedParameter]:
             f"its experts are {implementation}'s: call "
             "model.set_experts_implementation('grouped_mm')"
         )
+    if getattr(base, "_is_expert_parallel", False):
+        raise Refusal(
+            "its experts are spread over ranks: load the model without expert parallelism"
+        )
     weights = [getattr(base, name) for name in PARAMETERS]
     for name, weight in zip(PARAMETERS, weights, strict=True):
         if (reason := why_not_plain(weight)) is not None:
