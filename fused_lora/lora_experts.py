@@ -34,9 +34,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_mlp.utils import check_frozen, compute_dtype, refuse_second_derivative
+from fused_mlp.utils import (
+    check_frozen,
+    compute_dtype,
+    refuse_second_derivative,
+    without_autocast,
+)
 
-from .kernels.routed_rows import routed_swiglu_backward, routed_swiglu_forward, sum_routed
+from .kernels.routed_rows import (
+    SWIGLU,
+    ClampedGate,
+    routed_swiglu_backward,
+    routed_swiglu_forward,
+    sum_routed,
+)
 
 ALIGNMENT = 8  # elements: grouped matmuls read rows of a multiple of 16 bytes
 
@@ -45,23 +56,31 @@ class FrozenExperts(NamedTuple):
     """The frozen operands of LoRA_Experts: base weights [experts, out, in], of any strides that
     `grouped_mm` reads, and the adapters' scales.
 
+    gate: SwiGLU, or gpt-oss's clamped gate. Then gate and up take turns in the rows of
+        gate_up_weight.
+    gate_up_bias, down_bias: frozen.
     output_needed: as in FrozenMLP, False for a recompute whose output nobody reads.
     """
 
-    gate_up_weight: Tensor  # [experts, 2 intermediate, hidden], gate above up
+    gate_up_weight: Tensor  # [experts, 2 intermediate, hidden]
     down_weight: Tensor  # [experts, hidden, intermediate]
     gate_up_scaling: float
     down_scaling: float
+    gate: ClampedGate = SWIGLU
+    gate_up_bias: Tensor | None = None  # [experts, 2 intermediate]
+    down_bias: Tensor | None = None  # [experts, hidden]
     output_needed: bool = True
 
 
 class Routing(NamedTuple):
     """The rows of a mixture, sorted by expert, and within an expert by token.
 
-    order: [rows], the place in `experts` that each row is from. places: [..., top_k], the row of
-    each place. ends: [experts] int32, the end of each expert's rows.
+    experts: [rows], the expert of each row. order: [rows], the place in `chosen` that it is from.
+    places: [..., top_k], the row of each place. ends: [experts] int32, the end of each expert's
+    rows.
     """
 
+    experts: Tensor
     order: Tensor
     places: Tensor
     ends: Tensor
@@ -79,7 +98,7 @@ def route(chosen: Tensor, experts: int) -> Routing:
     places[order] = torch.arange(len(order), device=order.device)
     every = torch.arange(experts, dtype=in_order.dtype, device=order.device)
     ends = torch.searchsorted(in_order, every, right=True, out_int32=True)
-    return Routing(order, places.view(chosen.shape), ends)
+    return Routing(in_order, order, places.view(chosen.shape), ends)
 
 
 class LoRA_Experts(torch.autograd.Function):
@@ -94,10 +113,10 @@ class LoRA_Experts(torch.autograd.Function):
         for e in range(len(f.gate_up_weight)):
             token, choice = torch.where(chosen == e)
             gate_up = adapted(x[token], f.gate_up_weight[e], gate_up_A[e], gate_up_B[e],
-                              f.gate_up_scaling)
+                              f.gate_up_scaling) + f.gate_up_bias[e]
             gate, up = gate_up.chunk(2, dim=-1)
             expert = adapted(F.silu(gate) * up, f.down_weight[e], down_A[e], down_B[e],
-                             f.down_scaling)
+                             f.down_scaling) + f.down_bias[e]
             output.index_add_(0, token, expert * weights[token, choice, None])
 
     Args:
@@ -130,6 +149,7 @@ class LoRA_Experts(torch.autograd.Function):
             None if one is None else (one.shape, one.dtype)
             for one in (x, weights, gate_up_A, gate_up_B, down_A, down_B)
         ]
+        ctx.gate = frozen.gate
         ctx.scalings = gate_up_scaling, down_scaling = frozen.gate_up_scaling, frozen.down_scaling
         gate_up_weight = frozen.gate_up_weight.to(dtype)
         down_weight = frozen.down_weight.to(dtype)
@@ -146,7 +166,9 @@ class LoRA_Experts(torch.autograd.Function):
         addend = None if z is None else _grouped(z, gate_up_B, routing.ends)
         base = _grouped(rows, gate_up_weight, routing.ends)
         del rows  # [rows, hidden]
-        gate_up, hidden = routed_swiglu_forward(base, addend, gate_up_scaling, weight)
+        gate_up, hidden = routed_swiglu_forward(
+            base, addend, gate_up_scaling, weight, frozen.gate, frozen.gate_up_bias, routing.experts
+        )
         del base, addend
         if frozen.output_needed:
             addend = None
@@ -154,12 +176,15 @@ class LoRA_Experts(torch.autograd.Function):
                 addend = _grouped(_grouped(hidden, down_A, routing.ends), down_B, routing.ends)
             base = _grouped(hidden, down_weight, routing.ends)
             output = sum_routed(base, addend, down_scaling, routing.places)
+            if frozen.down_bias is not None:
+                routed = _scattered(weights, chosen, len(down_weight)).to(dtype)
+                output.view(-1, output.shape[-1]).addmm_(routed, frozen.down_bias.to(dtype))
         else:
             output = x.new_zeros(1).expand(x.shape)
         need_A = ctx.needs_input_grad[2]
         ctx.save_for_backward(
             x if need_A else None, weight, gate_up, z, *adapters, gate_up_weight, down_weight,
-            *routing,
+            frozen.down_bias, chosen, *routing,
         )  # fmt: skip
         return output
 
@@ -167,7 +192,8 @@ class LoRA_Experts(torch.autograd.Function):
     def backward(ctx, grad_output):
         refuse_second_derivative("LoRA_Experts", "the unfused experts")
         x, weight, gate_up, z, *others = ctx.saved_tensors
-        gate_up_A, gate_up_B, down_A, down_B, gate_up_weight, down_weight, *routed = others
+        gate_up_A, gate_up_B, down_A, down_B, *others = others
+        gate_up_weight, down_weight, down_bias, chosen, *routed = others
         routing = Routing(*routed)
         ends, (gate_up_scaling, down_scaling) = routing.ends, ctx.scalings
         need_x, need_weights, need_A, need_B, need_down_A, need_down_B, *_ = ctx.needs_input_grad
@@ -175,16 +201,22 @@ class LoRA_Experts(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * 8
 
         # output = sum of h Wd' + sd (h Ad') Bd'
-        grad = grad_output.reshape(-1, grad_output.shape[-1]).to(gate_up.dtype)[tokens]
+        by_token = grad_output.reshape(-1, grad_output.shape[-1]).to(gate_up.dtype)
+        grad = by_token[tokens]
         p = None if down_A is None else _grouped(grad, down_B.mT, ends)
         addend = None if p is None else _grouped(p, down_A.mT, ends)
         base = _grouped(grad, down_weight.mT, ends)
         hidden, grad_gate_up, grad_weight = routed_swiglu_backward(
-            base, addend, down_scaling, gate_up, weight
+            base, addend, down_scaling, gate_up, weight, ctx.gate
         )
         del base, addend
         if need_weights:
-            grads[1] = grad_weight[routing.places].to(ctx.likes[1][1])
+            grad_weights = grad_weight[routing.places]
+            if down_bias is not None:
+                with without_autocast(by_token):
+                    by_expert = by_token @ down_bias.to(by_token.dtype).t()
+                grad_weights += by_expert.gather(1, _flat(chosen)).view(chosen.shape)
+            grads[1] = grad_weights.to(ctx.likes[1][1])
         if need_down_A and p is not None:
             grads[4] = _like(ctx.likes[4], _by_expert(p, hidden, ends), down_scaling)
         if need_down_B:
@@ -218,6 +250,16 @@ def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def _by_expert(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return left' right [experts, m, n] over each expert's rows, for [rows, m] and [rows, n]."""
     return F.grouped_mm(left.t(), right, offs=ends)
+
+
+def _flat(chosen: Tensor) -> Tensor:
+    return chosen.reshape(-1, chosen.shape[-1])
+
+
+def _scattered(weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+    """Return the weight of every expert for each token, [tokens, experts]."""
+    weights = _flat(weights)
+    return weights.new_zeros(len(weights), experts).scatter_add_(1, _flat(chosen), weights)
 
 
 def _aligned(adapter: Tensor, by: int, dtype: torch.dtype) -> Tensor:
@@ -273,8 +315,9 @@ def _check(
                 f"{name}: {prefix}A is {shape_A} and {prefix}B {shape_B}, should be "
                 f"[{experts}, r, {features}] and [{experts}, {outputs}, r] of one r"
             )
-    for key, weight in zip(frozen._fields, frozen[:2], strict=False):
-        check_frozen(name, key, weight, x, dtype, "the unfused experts")
+    for key in ("gate_up_weight", "down_weight", "gate_up_bias", "down_bias"):
+        if (tensor := getattr(frozen, key)) is not None:
+            check_frozen(name, key, tensor, x, dtype, "the unfused experts")
 
 
 def why_not_sizes(*sizes: int) -> str | None:

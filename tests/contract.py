@@ -43,6 +43,7 @@ from fused_lora import cross_entropy
 from fused_lora import rms_norm as norm_module
 from fused_lora import rope as rope_module
 from fused_lora.cross_entropy import linear_cross_entropy
+from fused_lora.kernels.routed_rows import ClampedGate
 from fused_lora.log_probs import log_probs
 from fused_lora.lora_attention import LoRA_Attention
 from fused_lora.lora_experts import LoRA_Experts
@@ -232,6 +233,12 @@ OPERATIONS = {
             ("x", "weights", *experts_case.NAMES), saved=("x", "frozen.gate_up_weight"),
             usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
             options={"r": ((4, 8), (16, 1), (0, 8)), "spread": ("usual", "one")},
+        ),
+        Operation(
+            "LoRA_Experts, clamped gate", LoRA_Experts.apply, experts_case.eager,
+            partial(make_lora_experts, gate=ClampedGate(1.702, 4.0)),
+            ("x", "weights", *experts_case.NAMES), saved=("x", "frozen.gate_up_weight"),
+            usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
         ),
         Operation(
             "LoRA_W", LoRA_W.apply, attention_case.lora_w, make_linear(1), OF_W,

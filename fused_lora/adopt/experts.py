@@ -15,11 +15,13 @@ from transformers.integrations import moe
 
 from fused_mlp.utils import compute_dtype
 
+from ..kernels.routed_rows import SWIGLU, ClampedGate
 from ..lora_experts import FrozenExperts, LoRA_Experts, why_not_sizes
 from ..rerun import saving_last
 from .aside import step_aside
+from .families import ExpertsForm
 from .foreign.forwards import why_not_own_forward
-from .foreign.originals import why_not
+from .foreign.originals import why_not, why_patched
 from .known import known_form, why_not_class
 from .mlp import why_not_one_of
 from .projection import BASE_IS_TRAINED, active_adapter, why_call, why_not_plain
@@ -31,13 +33,20 @@ IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 
 
 class AdaptedParameter(NamedTuple):
-    """A parameter of experts as it is now: its weight [experts, out, in], and its adapter's A
-    [experts, r, in] and B [experts, out, r], None if none is active."""
+    """A parameter of experts as it is now: its weight [experts, out, in] and bias [experts, out],
+    and its adapter's A [experts, r, in] and B [experts, out, r], None if none is active."""
 
     weight: Tensor
+    bias: Tensor | None
     A: Tensor | None = None
     B: Tensor | None = None
     scaling: float = 0.0
+
+
+class ReadExperts(NamedTuple):
+    gate_up: AdaptedParameter
+    down: AdaptedParameter
+    gate: ClampedGate
 
 
 def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -49,8 +58,8 @@ def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def read_experts(outermost: Any) -> list[AdaptedParameter]:
-    """Return gate_up_proj and down_proj of experts as they are now."""
+def read_experts(outermost: Any) -> ReadExperts:
+    """Return experts as they are now."""
     refuse(why_not_own_forward(outermost))
     adapters: dict[str, tuple] = {}
     module = outermost
@@ -62,8 +71,8 @@ def read_experts(outermost: Any) -> list[AdaptedParameter]:
         adapters[name] = _adapter_of(module)
         module = module.base_layer
     base: Any = module
-    refuse(why_not_class(base, "Experts") or why_call(base) or _why_not_gate(type(base)))
-    refuse(why_not_one_of(("silu",), base, known_form(base, "Experts").activation))
+    refuse(why_not_class(base, "Experts") or why_call(base))
+    refuse(_why_not_gate(base, known_form(base, "Experts")))
     implementation = getattr(base.config, "_experts_implementation", None)
     if implementation not in IMPLEMENTATIONS:
         raise Refusal(
@@ -74,16 +83,20 @@ def read_experts(outermost: Any) -> list[AdaptedParameter]:
         raise Refusal(
             "its experts are spread over ranks: load the model without expert parallelism"
         )
-    weights = [getattr(base, name) for name in PARAMETERS]
-    for name, weight in zip(PARAMETERS, weights, strict=True):
-        if (reason := why_not_plain(weight)) is not None:
-            raise Refusal(f"{name}: its base weight {reason}")
-        refuse(BASE_IS_TRAINED if weight.requires_grad else None)
+    is_clamped = known_form(base, "Experts").is_clamped
+    gate = ClampedGate(base.alpha, base.limit) if is_clamped else SWIGLU
+    parameters = []
+    for name in PARAMETERS:
+        weight, bias = getattr(base, name), getattr(base, f"{name}_bias") if is_clamped else None
+        for tensor in (weight, *([] if bias is None else [bias])):
+            if (reason := why_not_plain(tensor)) is not None:
+                raise Refusal(f"{name}: its base weight {reason}")
+            refuse(BASE_IS_TRAINED if tensor.requires_grad else None)
         refuse(why_not_sizes(*weight.shape[1:]))
-    return [
-        AdaptedParameter(weight, *adapters.get(name, ()))
-        for name, weight in zip(PARAMETERS, weights, strict=True)
-    ]
+        weight = weight.mT if is_clamped else weight
+        parameters.append(AdaptedParameter(weight, bias, *adapters.get(name, ())))
+    gate_up, down = parameters
+    return ReadExperts(gate_up, down, gate)
 
 
 def _adapter_of(wrapper: Any) -> tuple:
@@ -102,16 +115,18 @@ def _adapter_of(wrapper: Any) -> tuple:
     return *by_expert, float(scaling)
 
 
-def _why_not_gate(cls: Any) -> str | None:
-    """Return the reason if the class's way to apply the gate is not the one we know."""
-    if torch.compiler.is_compiling():
-        return None
-    return why_not(cls._apply_gate, moe.__name__, "_default_apply_gate")
+def _why_not_gate(base: Any, form: ExpertsForm) -> str | None:
+    """Return the reason if the experts apply their gate in another way than their form says."""
+    if form.is_clamped:
+        return why_patched(type(base), "_apply_gate")
+    return why_not(type(base)._apply_gate, moe.__name__, "_default_apply_gate") or why_not_one_of(
+        ("silu",), base, form.activation
+    )
 
 
-def _why_not_dtype(x: Tensor, read: list[AdaptedParameter]) -> str:
+def _why_not_dtype(x: Tensor, read: ReadExperts) -> str:
     dtype = compute_dtype(x)
-    for one in read:
+    for one in read[:2]:
         if one.weight.dtype != dtype:
             return f"its weights are {one.weight.dtype}, computation {dtype}: give both one dtype"
     return ""
@@ -126,8 +141,10 @@ def experts_forward(wrapper: nn.Module, parts: frozenset[str], x: Tensor, *rest,
     if reason := reason or _why_not_dtype(x, read):
         return step_aside(wrapper, reason, x, *rest, **options)
     chosen, weights = rest
-    both, down = read
-    frozen = FrozenExperts(both.weight, down.weight, both.scaling, down.scaling)
+    both, down, gate = read
+    frozen = FrozenExperts(
+        both.weight, down.weight, both.scaling, down.scaling, gate, both.bias, down.bias
+    )
 
     def run(output_needed: bool) -> Tensor:
         now = frozen._replace(output_needed=output_needed)

@@ -52,9 +52,12 @@ class ExpertsForm(NamedTuple):
     2 intermediate, hidden] and down_proj, and a sum by routing weights.
 
     activation: the attribute that holds the activation.
+    is_clamped: it computes as gpt-oss, with biases and a clamped gate. gate_up_proj is [experts,
+        hidden, 2 intermediate], and gate and up take turns in its columns.
     """
 
     activation: str = "act_fn"
+    is_clamped: bool = False
 
 
 class NormForm(NamedTuple):
@@ -170,6 +173,11 @@ FAMILIES = (
     Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE, experts=EXPERTS),
     Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE,
            experts=EXPERTS),
+    Family("qwen3_5_moe", "Qwen3_5Moe", AttentionForm(norms="heads", has_gate=True),
+           norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS),
+    # its attention has sinks
+    Family("gpt_oss", "GptOss", None, None, layer=None, loss=MIXTURE,
+           experts=ExpertsForm(is_clamped=True)),
     Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),
     Family("gemma2", "Gemma2", AttentionForm(passes=(*OWN_WINDOW, SOFT_CAP)), norm=GEMMA_NORM,
            layer=GEMMA_LAYER, loss=GEMMA_LOSS, whole=True),

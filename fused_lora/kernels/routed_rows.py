@@ -5,15 +5,21 @@ A mixture copies each token once for each of its experts and sorts the copies by
 its rows. A matmul of theirs leaves two results, that of the base weights and that of the adapters.
 The kernels here add the second to the first as they read both, which saves the pass that adds them:
 
-    y      = base + scaling addend
+    y      = base + scaling addend + bias of the row's expert
     hidden = w silu(gate) up,      [gate, up] = y and w the weight of the row
 
 With s = sigmoid(gate), f = gate s and t = base + scaling addend, the gradient of hidden:
 
     grad_gate = w t up (s + f (1 - s)),   grad_up = w t f,   grad_w = sum over the row of t f up
 
+gpt-oss has another gate (`ClampedGate`). gate and up take turns in the columns of y, and hidden is
+
+    w (u + 1) g sigmoid(alpha g),      g = min(gate, limit), u = up between -limit and limit
+
 Arithmetic is fp32 and rounds once, at the store. Sums run in a fixed order.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,40 +28,95 @@ from torch import Tensor
 
 from fused_mlp.launching import cdiv, check_runnable, launch, next_power_of_2
 
-MAX_BLOCK = 1024
+TILE, MAX_BLOCK = 2048, 1024  # elements of a program's tile, and of one of its rows
+
+
+class ClampedGate(NamedTuple):
+    """The constants of gpt-oss's gate. A limit of 0 is no such gate, but silu(gate) up."""
+
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+SWIGLU = ClampedGate()
 
 
 @triton.jit
+def _gated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr):
+    """Return hidden without its weight, and its derivatives by gate and by up."""
+    grad_gate = 1.0
+    grad_up = 1.0
+    if IS_CLAMPED:
+        grad_gate = tl.where(gate <= limit, 1.0, 0.0)
+        grad_up = tl.where((up >= -limit) & (up <= limit), 1.0, 0.0)
+        gate = tl.minimum(gate, limit)
+        up = tl.maximum(tl.minimum(up, limit), -limit) + 1.0
+        sigmoid = tl.sigmoid(alpha * gate)
+    else:
+        sigmoid = tl.sigmoid(gate)
+    glu = gate * sigmoid
+    if IS_CLAMPED:
+        slope = sigmoid + alpha * glu * (1.0 - sigmoid)
+    else:
+        slope = sigmoid + glu * (1.0 - sigmoid)
+    return glu * up, up * slope * grad_gate, glu * grad_up
+
+
+@triton.jit
+def _columns_of(row, column, columns, IS_CLAMPED: tl.constexpr):
+    """Return the places of gate and up for these columns of hidden."""
+    if IS_CLAMPED:
+        at_gate = row * 2 * columns + 2 * column
+        return at_gate, at_gate + 1
+    at_gate = row * 2 * columns + column
+    return at_gate, at_gate + columns
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _routed_swiglu_forward_kernel(
     base_ptr,  # [rows, 2 columns]
     addend_ptr,  # [rows, 2 columns], if HAS_ADDEND
+    bias_ptr,  # [experts, 2 columns], if HAS_BIAS
+    expert_ptr,  # [rows] int64, if HAS_BIAS
     weight_ptr,  # [rows]
-    gate_up_ptr,  # [rows, 2 columns], written if HAS_ADDEND
+    gate_up_ptr,  # [rows, 2 columns], written if HAS_ADDEND or HAS_BIAS
     hidden_ptr,  # [rows, columns], written
     scaling,
+    alpha,
+    limit,
+    rows,
     columns,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < columns
-    at_gate = row * 2 * columns + column
-    at_up = at_gate + columns
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    mask = (row < rows) & (column < columns)
+    at_gate, at_up = _columns_of(row, column, columns, IS_CLAMPED)
     gate = tl.load(base_ptr + at_gate, mask=mask).to(tl.float32)
     up = tl.load(base_ptr + at_up, mask=mask).to(tl.float32)
     if HAS_ADDEND:
         gate += scaling * tl.load(addend_ptr + at_gate, mask=mask).to(tl.float32)
         up += scaling * tl.load(addend_ptr + at_up, mask=mask).to(tl.float32)
+    if HAS_BIAS:
+        expert = tl.load(expert_ptr + row, mask=row < rows, other=0)
+        bias_gate, bias_up = _columns_of(expert, column, columns, IS_CLAMPED)
+        gate += tl.load(bias_ptr + bias_gate, mask=mask).to(tl.float32)
+        up += tl.load(bias_ptr + bias_up, mask=mask).to(tl.float32)
+    if HAS_ADDEND or HAS_BIAS:
         tl.store(gate_up_ptr + at_gate, gate.to(gate_up_ptr.dtype.element_ty), mask=mask)
         tl.store(gate_up_ptr + at_up, up.to(gate_up_ptr.dtype.element_ty), mask=mask)
-    weight = tl.load(weight_ptr + row).to(tl.float32)
-    hidden = weight * (gate * tl.sigmoid(gate) * up)
+    weight = tl.load(weight_ptr + row, mask=row < rows).to(tl.float32)
+    hidden, _, _ = _gated(gate, up, alpha, limit, IS_CLAMPED)
+    hidden *= weight
     dtype = hidden_ptr.dtype.element_ty
     tl.store(hidden_ptr + row * columns + column, hidden.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _routed_swiglu_backward_kernel(
     base_ptr,  # [rows, columns]
     addend_ptr,  # [rows, columns], if HAS_ADDEND
@@ -65,54 +126,59 @@ def _routed_swiglu_backward_kernel(
     grad_gate_up_ptr,  # [rows, 2 columns], written
     grad_weight_ptr,  # [rows] fp32, written
     scaling,
+    alpha,
+    limit,
+    rows,
     columns,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(weight_ptr + row).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    weight = tl.load(weight_ptr + row, mask=row < rows).to(tl.float32)
     dtype = hidden_ptr.dtype.element_ty
-    sums = tl.zeros([BLOCK], tl.float32)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        mask = column < columns
+        column = (first + tl.arange(0, BLOCK))[None, :]
+        mask = (row < rows) & (column < columns)
         at = row * columns + column
-        at_gate = row * 2 * columns + column
-        at_up = at_gate + columns
+        at_gate, at_up = _columns_of(row, column, columns, IS_CLAMPED)
         grad = tl.load(base_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if HAS_ADDEND:
             grad += scaling * tl.load(addend_ptr + at, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(gate_up_ptr + at_gate, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_up_ptr + at_up, mask=mask, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
-        grad_silu = sigmoid + silu * (1.0 - sigmoid)
-        sums += grad * (silu * up)
+        hidden, by_gate, by_up = _gated(gate, up, alpha, limit, IS_CLAMPED)
+        sums += grad * hidden
         grad *= weight
-        tl.store(hidden_ptr + at, (weight * (silu * up)).to(dtype), mask=mask)
-        tl.store(grad_gate_up_ptr + at_gate, (grad * up * grad_silu).to(dtype), mask=mask)
-        tl.store(grad_gate_up_ptr + at_up, (grad * silu).to(dtype), mask=mask)
-    tl.store(grad_weight_ptr + row, tl.sum(sums))
+        tl.store(hidden_ptr + at, (weight * hidden).to(dtype), mask=mask)
+        tl.store(grad_gate_up_ptr + at_gate, (grad * by_gate).to(dtype), mask=mask)
+        tl.store(grad_gate_up_ptr + at_up, (grad * by_up).to(dtype), mask=mask)
+    tl.store(grad_weight_ptr + row, tl.sum(sums, 1)[:, None], mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _sum_routed_kernel(
     base_ptr,  # [rows, columns]
     addend_ptr,  # [rows, columns], if HAS_ADDEND
     places_ptr,  # [tokens, TOP_K] int64
     out_ptr,  # [tokens, columns], written
     scaling,
+    tokens,
     columns,
     TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < columns
-    total = tl.zeros([BLOCK], tl.float32)
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    mask = (token < tokens) & (column < columns)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
     for choice in range(TOP_K):
-        at = tl.load(places_ptr + token * TOP_K + choice) * columns + column
+        place = tl.load(places_ptr + token * TOP_K + choice, mask=token < tokens, other=0)
+        at = place * columns + column
         total += tl.load(base_ptr + at, mask=mask).to(tl.float32)
         if HAS_ADDEND:
             total += scaling * tl.load(addend_ptr + at, mask=mask).to(tl.float32)
@@ -120,24 +186,38 @@ def _sum_routed_kernel(
 
 
 def routed_swiglu_forward(
-    base: Tensor, addend: Tensor | None, scaling: float, weight: Tensor
+    base: Tensor,
+    addend: Tensor | None,
+    scaling: float,
+    weight: Tensor,
+    gate: ClampedGate = SWIGLU,
+    bias: Tensor | None = None,
+    expert: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the inputs of SwiGLU and its weighted output.
 
     Equivalent PyTorch::
 
         gate_up = base if addend is None else base + scaling * addend
+        gate_up = gate_up if bias is None else gate_up + bias[expert]
         gate, up = gate_up.chunk(2, dim=-1)
         hidden = weight[:, None] * F.silu(gate) * up
+
+    With a clamped gate::
+
+        g, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
+        hidden = weight[:, None] * (up + 1) * g * torch.sigmoid(alpha * g)
 
     Args:
         base, addend: [rows, 2 columns], bf16, fp16 or fp32, on a GPU, or on the CPU in Triton's
             interpreter. Any strides: a non-contiguous tensor is copied first.
         weight: [rows], of any of these dtypes.
+        bias: [experts, 2 columns], of any of these dtypes. expert: [rows] int64, the expert of each
+            row. Both None: no bias.
 
     Returns:
-        (gate_up [rows, 2 columns], hidden [rows, columns]) in the dtype of base. Without an addend
-        gate_up is base.
+        (gate_up [rows, 2 columns], hidden [rows, columns]) in the dtype of base. Without addend and
+        bias gate_up is base.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or no kernel can run on them.
@@ -145,28 +225,39 @@ def routed_swiglu_forward(
     _check("routed_swiglu_forward", base, addend, weight)
     rows, columns = base.shape[0], base.shape[1] // 2
     base, addend, weight = base.contiguous(), _contiguous(addend), weight.contiguous()
-    gate_up = base if addend is None else torch.empty_like(base)
+    if bias is not None and (bias.shape[1:] != base.shape[1:] or expert is None):
+        raise ValueError(
+            f"routed_swiglu_forward: bias is {list(bias.shape)}, should be [experts, "
+            f"{2 * columns}] with the expert of each row"
+        )
+    is_base = addend is None and bias is None
+    gate_up = base if is_base else torch.empty_like(base)
     hidden = base.new_empty(rows, columns)
-    block = min(MAX_BLOCK, next_power_of_2(columns))
+    per_program, block = _tile(columns)
     if hidden.numel():
         launch(
-            _routed_swiglu_forward_kernel, (rows, cdiv(columns, block)), base,
-            base if addend is None else addend, weight, gate_up, hidden, scaling, columns, block,
-            addend is not None, num_warps=4,
+            _routed_swiglu_forward_kernel, (cdiv(rows, per_program), cdiv(columns, block)), base,
+            base if addend is None else addend, base if bias is None else bias.contiguous(),
+            base if expert is None else expert, weight, gate_up, hidden, scaling, *gate, rows,
+            columns, per_program, block, addend is not None, bias is not None, gate.limit > 0,
+            num_warps=4,
         )  # fmt: skip
     return gate_up, hidden
 
 
 def routed_swiglu_backward(
-    base: Tensor, addend: Tensor | None, scaling: float, gate_up: Tensor, weight: Tensor
+    base: Tensor,
+    addend: Tensor | None,
+    scaling: float,
+    gate_up: Tensor,
+    weight: Tensor,
+    gate: ClampedGate = SWIGLU,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output of `routed_swiglu_forward` and its gradients for grad = base + scaling
     addend.
 
-    Equivalent PyTorch::
+    Equivalent PyTorch, for hidden from there::
 
-        gate, up = gate_up.chunk(2, dim=-1)
-        hidden = weight[:, None] * F.silu(gate) * up
         grads = torch.autograd.grad(hidden, (gate_up, weight), base + scaling * addend)
 
     Args:
@@ -189,12 +280,13 @@ def routed_swiglu_backward(
     gate_up = gate_up.contiguous()
     hidden, grad_gate_up = torch.empty_like(base), torch.empty_like(gate_up)
     grad_weight = base.new_empty(rows, dtype=torch.float32)
-    block = min(MAX_BLOCK, next_power_of_2(columns))
+    per_program, block = _tile(columns)
     if hidden.numel():
         launch(
-            _routed_swiglu_backward_kernel, (rows,), base, base if addend is None else addend,
-            gate_up, weight, hidden, grad_gate_up, grad_weight, scaling, columns, block,
-            addend is not None, num_warps=4,
+            _routed_swiglu_backward_kernel, (cdiv(rows, per_program),), base,
+            base if addend is None else addend, gate_up, weight, hidden, grad_gate_up, grad_weight,
+            scaling, *gate, rows, columns, per_program, block, addend is not None, gate.limit > 0,
+            num_warps=4,
         )  # fmt: skip
     return hidden, grad_gate_up, grad_weight
 
@@ -217,14 +309,20 @@ def sum_routed(base: Tensor, addend: Tensor | None, scaling: float, places: Tens
     columns, top_k = base.shape[1], places.shape[-1]
     base, addend, places = base.contiguous(), _contiguous(addend), places.contiguous()
     out = base.new_empty(*places.shape[:-1], columns)
-    block = min(MAX_BLOCK, next_power_of_2(columns))
-    if out.numel():
+    per_program, block = _tile(columns)
+    if tokens := out.numel() // columns:
         launch(
-            _sum_routed_kernel, (out.numel() // columns, cdiv(columns, block)), base,
-            base if addend is None else addend, places, out, scaling, columns, top_k, block,
-            addend is not None, num_warps=4,
+            _sum_routed_kernel, (cdiv(tokens, per_program), cdiv(columns, block)), base,
+            base if addend is None else addend, places, out, scaling, tokens, columns, top_k,
+            per_program, block, addend is not None, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def _tile(columns: int) -> tuple[int, int]:
+    """Return the rows and columns of a program's tile."""
+    block = min(MAX_BLOCK, next_power_of_2(columns))
+    return TILE // block, block
 
 
 def _contiguous(addend: Tensor | None) -> Tensor | None:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from cases.reference import adapted_linear, random
 
+from fused_lora.kernels.routed_rows import SWIGLU
 from fused_lora.lora_experts import FrozenExperts
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 2, 40, 24
@@ -18,8 +19,9 @@ def choices(*shape, spread="usual", device="cpu"):
     return (torch.full_like(chosen[..., :1], 2) if spread == "one" else chosen).to(device)
 
 
-def mixture(dtype, device, *, r=(4, 8), adapter_dtype=None):
-    """Four adapters, no B zero, and two frozen weights with two different scales."""
+def mixture(dtype, device, *, r=(4, 8), adapter_dtype=None, gate=SWIGLU):
+    """Four adapters, no B zero, and two frozen weights with two different scales. A clamped gate
+    comes with biases, and with weights that lie as [experts, in, out]."""
     sizes = ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
     adapters, weights = [], []
     for seed, (rank, (rows, columns)) in enumerate(zip(r, sizes, strict=True)):
@@ -31,7 +33,20 @@ def mixture(dtype, device, *, r=(4, 8), adapter_dtype=None):
         weights.append(
             random(EXPERTS, rows, columns, seed=30 + seed, scale=columns**-0.5, **options)
         )
-    return adapters, FrozenExperts(*weights, 2.0, 0.5)
+    if gate == SWIGLU:
+        return adapters, FrozenExperts(*weights, 2.0, 0.5)
+    biases = [random(*w.shape[:2], seed=40 + i, **options) for i, w in enumerate(weights)]
+    weights = [weight.mT.contiguous().mT for weight in weights]
+    return adapters, FrozenExperts(*weights, 2.0, 0.5, gate, *biases)
+
+
+def gated(gate_up, gate):
+    if gate == SWIGLU:
+        first, up = gate_up.chunk(2, dim=-1)
+        return F.silu(first) * up
+    first = gate_up[..., ::2].clamp(max=gate.limit)
+    up = gate_up[..., 1::2].clamp(-gate.limit, gate.limit)
+    return (up + 1) * (first * torch.sigmoid(first * gate.alpha))
 
 
 def eager(x, weights, gate_up_A, gate_up_B, down_A, down_B, chosen, f):
@@ -47,11 +62,14 @@ def eager(x, weights, gate_up_A, gate_up_B, down_A, down_B, chosen, f):
                 rows[token], f.gate_up_weight[expert], gate_up_A[expert], gate_up_B[expert],
                 f.gate_up_scaling,
             )  # fmt: skip
-            gate, up = gate_up.chunk(2, dim=-1)
+            if f.gate_up_bias is not None:
+                gate_up = gate_up + f.gate_up_bias[expert].to(gate_up.dtype)
             output = adapted_linear(
-                F.silu(gate) * up, f.down_weight[expert], down_A[expert], down_B[expert],
+                gated(gate_up, f.gate), f.down_weight[expert], down_A[expert], down_B[expert],
                 f.down_scaling,
             )  # fmt: skip
+            if f.down_bias is not None:
+                output = output + f.down_bias[expert].to(output.dtype)
             for place, row in zip(token.tolist(), output, strict=True):
                 outputs[place] = row
         unused = output.new_zeros(0, output.shape[1])

@@ -50,8 +50,8 @@ SIGLIP = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
           "intermediate_size": 48, "image_size": 28, "patch_size": 14}  # fmt: skip
 
 
-OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5")  # have a separate configuration without vision
-ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R")
+OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")  # have a configuration without vision
+ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R", "Qwen3_5MoeR")
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,18 @@ FAMILIES = {
     "Mixtral": Family(
         "Mixtral", TOP_2 | {"sliding_window": 4}, fused={"mlp": ("mlp.experts",)},
         not_whole=MIXTURE,
+    ),
+    "Qwen3.5-MoE": Family(
+        "Qwen3_5Moe", TOP_2 | QWEN_3_5, lora=EXPERTS, **QWEN_3_5_PARTS | {
+            "fused": QWEN_3_5_PARTS["fused"] | {"mlp": ("mlp.shared_expert", "mlp.experts")},
+            "not_whole": "Qwen3_5MoeDecoderLayer is not a layer class",
+        },
+    ),
+    "gpt-oss": Family(
+        "GptOss", TOP_2 | WINDOW | {"layer_types": ["full_attention"] * 2}, lora=EXPERTS,
+        fused={"mlp": ("mlp.experts",), "attention": ("self_attn.o_proj",), "rope": ()},
+        left=not_known("GptOssAttention"), functions={"LoRA_W": 2},
+        not_whole="GptOssDecoderLayer is not a layer class",
     ),
     "Gemma": Family("Gemma"),
     "Gemma 2": Family(

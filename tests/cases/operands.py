@@ -16,6 +16,7 @@ from cases import (
 from cases.reference import ADAPTER_NAMES, random
 from torch import Tensor
 
+from fused_lora.kernels.routed_rows import SWIGLU
 from fused_lora.rms_norm import rms_norm
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -107,13 +108,23 @@ def make_lora_attention(shape, *, dtype, device, r=8, bias=True, adapter_dtype=N
 
 
 def make_lora_experts(
-    shape, *, dtype, device, r=(4, 8), spread="usual", adapter_dtype=None, frozen_dtype=None
+    shape,
+    *,
+    dtype,
+    device,
+    r=(4, 8),
+    spread="usual",
+    adapter_dtype=None,
+    frozen_dtype=None,
+    gate=SWIGLU,
 ):
     x, gradient = (
         random(*shape, experts_case.HIDDEN, dtype=dtype, device=device, seed=seed)
         for seed in (1, 2)
     )
-    adapters, frozen = experts_case.mixture(frozen_dtype or dtype, device, r=r, adapter_dtype=FP32)
+    adapters, frozen = experts_case.mixture(
+        frozen_dtype or dtype, device, r=r, adapter_dtype=FP32, gate=gate
+    )
     adapters = in_dtypes(adapters, adapter_dtype or dtype)
     chosen = experts_case.choices(*shape, spread=spread, device=device)
     weights = random(*chosen.shape, dtype=dtype, device=device, seed=3).abs()
