@@ -244,12 +244,16 @@ class LoRA_Experts(torch.autograd.Function):
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Return each expert's rows [rows, in] times its weight's transpose [experts, out, in]."""
+    if not len(rows):
+        return rows.new_zeros(0, weights.shape[1])
     return F.grouped_mm(rows, weights.mT, offs=ends)
 
 
 def _by_expert(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return left' right [experts, m, n] over each expert's rows, for [rows, m] and [rows, n]."""
-    return F.grouped_mm(left.t(), right, offs=ends)
+    if not len(left):
+        return left.new_zeros(len(ends), left.shape[1], right.shape[1])
+    return F.grouped_mm(left.t(), right, offs=ends)  # zeros for an expert without rows
 
 
 def _flat(chosen: Tensor) -> Tensor:
