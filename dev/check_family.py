@@ -151,8 +151,8 @@ def check(cls: type) -> tuple[families.Family, dict[str, Found]]:
         if one is not None:
             found[kind] = one
         row = _with(row, field, one.form if one and not one.difference else None)
-    known_to_all = (row.attention, row.mlp, row.norm, row.layer, row.loss)
-    return row._replace(whole=all(known_to_all) and row.delta_net is None), found
+    known_to_all = all((row.attention, row.mlp, row.norm, row.layer, row.loss))
+    return row._replace(whole=known_to_all and "Experts" not in found and not row.delta_net), found
 
 
 def _with(row: families.Family, field: str, form: Any) -> families.Family:

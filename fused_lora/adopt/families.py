@@ -47,6 +47,19 @@ class MLPForm(NamedTuple):
     activation: str = "act_fn"
 
 
+class ExpertsForm(NamedTuple):
+    """The experts of a mixture: down(activation(gate(x)) * up(x)) each, of gate_up_proj [experts,
+    2 intermediate, hidden] and down_proj, and a sum by routing weights.
+
+    activation: the attribute that holds the activation.
+    is_clamped: it computes as gpt-oss, with biases and a clamped gate. gate_up_proj is [experts,
+        hidden, 2 intermediate], and gate and up take turns in its columns.
+    """
+
+    activation: str = "act_fn"
+    is_clamped: bool = False
+
+
 class NormForm(NamedTuple):
     """An RMSNorm: x / rms(x) times its weight, or times 1 + weight if zero_centered.
 
@@ -125,6 +138,7 @@ class Family(NamedTuple):
     loss: LossForm | None = LossForm()
     delta_net: DeltaNetForm | None = None
     gated_norm: GatedNormForm | None = None
+    experts: ExpertsForm | None = None
     names: dict[str, str] = {}  # noqa: RUF012
     whole: bool = False
 
@@ -147,6 +161,7 @@ WINDOWED = AttentionForm(passes=OWN_WINDOW)
 NORMED_HEADS = AttentionForm(norms="heads", passes=OWN_WINDOW)
 GATE_UP = MLPForm(("gate_up_proj",), "activation_fn")
 MIXTURE = LossForm(has_router=True)
+EXPERTS = ExpertsForm()
 GEMMA_NORM = NormForm(zero_centered=True, eps="eps")
 GEMMA_LAYER = LayerForm(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
@@ -178,10 +193,15 @@ FAMILIES = (
     Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=OUTPUT_NORMS, whole=True),
     Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW),
            layer=OUTPUT_NORMS, whole=True),
-    # in a mixture of experts, `mlp` takes the MLPs that are not experts
-    Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE),
-    Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE),
-    Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE),
+    Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE, experts=EXPERTS),
+    Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE, experts=EXPERTS),
+    Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE,
+           experts=EXPERTS),
+    Family("qwen3_5_moe", "Qwen3_5Moe", AttentionForm(norms="heads", has_gate=True),
+           norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS),
+    # its attention has sinks
+    Family("gpt_oss", "GptOss", None, None, layer=None, loss=MIXTURE,
+           experts=ExpertsForm(is_clamped=True)),
     Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),
     Family("gemma2", "Gemma2", AttentionForm(passes=(*OWN_WINDOW, SOFT_CAP)), norm=GEMMA_NORM,
            layer=GEMMA_LAYER, loss=GEMMA_LOSS, whole=True),
@@ -220,6 +240,7 @@ FAMILIES = (
 KINDS = {
     "Attention": ("attention", "Attention"),
     "MLP": ("mlp", "MLP"),
+    "Experts": ("experts", "Experts"),
     "RMSNorm": ("norm", "RMSNorm"),
     "Layer": ("layer", "DecoderLayer"),
     "ForCausalLM": ("loss", "ForCausalLM"),

@@ -13,6 +13,7 @@ from .foreign.parallel import is_fsdp
 
 KNOWN_TO = {
     "MLP": "an MLP class that we know, down(activation(gate) * up)",
+    "Experts": "an experts class that we know, down(activation(gate) * up) each",
     "Attention": "an attention class that we know",
     "RMSNorm": "a norm class that we know, weight * (x / rms(x))",
     "NormedLayer": "a layer class that we know",

@@ -1,6 +1,6 @@
 """The switch `mlp`: the forward it sets on an MLP."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,11 @@ def split_gate_up(reads: list[Projection]) -> list[Projection]:
 
 
 def activation_of(mlp: Any) -> str:
-    """Return LoRA_MLP's name for an MLP's activation, or its class's name if it has none."""
-    activation = getattr(mlp, known_form(mlp, "MLP").activation)
+    return activation_name(getattr(mlp, known_form(mlp, "MLP").activation))
+
+
+def activation_name(activation: Any) -> str:
+    """Return LoRA_MLP's name for an activation, or its class's name if it has none."""
     if isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation":
         return "silu"
     if type(activation) is GELUTanh:
@@ -53,10 +56,15 @@ def activation_of(mlp: Any) -> str:
 
 def why_not_activation(mlp: Any) -> str | None:
     """Return the reason if we do not know the MLP's activation, or must call its module."""
-    name = known_form(mlp, "MLP").activation
-    activation = getattr(mlp, name)
-    if activation_of(mlp) not in ACTIVATIONS:
-        known = " or ".join(ACTIVATIONS.values())
+    return why_not_one_of(ACTIVATIONS, mlp, known_form(mlp, "MLP").activation)
+
+
+def why_not_one_of(activations: Collection[str], module: Any, name: str) -> str | None:
+    """Return the reason if the activation in this attribute is none of these, or if we must call
+    its module."""
+    activation = getattr(module, name)
+    if activation_name(activation) not in activations:
+        known = " or ".join(ACTIVATIONS[one] for one in activations)
         return f"its activation is {type(activation).__name__}, not {known}"
     if (reason := why_call(activation)) is not None:
         return f"{name}: {reason}"

@@ -84,7 +84,7 @@ def read_projection(
         return _without_adapter(projection)
     if projection.merged:
         raise Refusal("adapters are merged into the weight: unmerge_adapter() takes them out")
-    adapter = None if projection.disable_adapters else _active_adapter(projection)
+    adapter = None if projection.disable_adapters else active_adapter(projection)
     # nn.Module finds a submodule only after failing to find an attribute, 3x slower
     parts = projection._modules
     lora_A: Any = parts["lora_A"]
@@ -117,7 +117,7 @@ def read_projection(
     return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base, is_packed)
 
 
-def _active_adapter(projection: Any) -> str:
+def active_adapter(projection: Any) -> str:
     active = projection.active_adapters
     if len(active) != 1:
         named = ", ".join(active) or "none"
