@@ -21,7 +21,15 @@ from .foreign.originals import is_builtin, why_replaced
 from .four_bit.parts import why_not_input, written
 from .four_bit.reading import is_4bit
 from .known import known_form, why_not_class
-from .linear import Reads, frozen_linear, read_output, read_projections, run_alone, tensors_of
+from .linear import (
+    Reads,
+    frozen_linear,
+    read_output,
+    read_projections,
+    run_alone,
+    tensors_of,
+    traced_if_possible,
+)
 from .projection import Projection, frozen_bias, seed_for, split_projection
 from .refusal import attempt, refuse
 from .rms_norm import why_not_frozen
@@ -192,16 +200,23 @@ def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Te
     names = _names_of_qkv(attention)
     is_joined = len(known_form(attention, "Attention").projections) == 1
     if reads.are_all and (is_joined or len(names) == 3):
-        read, write_again = written(attention, reads.fit)
-        qkv = split_qkv(attention, read)
-        seed = seed_for(hidden_states, *(one.dropout for one in qkv))
-        frozen = _frozen_qkv(qkv)._replace(seed=seed, write_again=write_again)
-        return LoRA_QKV.apply(hidden_states, *tensors_of(qkv), frozen)
+        return _run_together(attention, reads.fit, hidden_states)
     run = partial(run_alone, attention) if reads.fit else nn.Module.__call__
     outputs = [run(getattr(attention, name), hidden_states) for name in names]
     if not is_joined:
         return outputs
     return outputs[0].split(_sizes(attention, outputs[0].shape[-1]), -1)
+
+
+@traced_if_possible
+def _run_together(
+    attention: Any, reads: list[Projection], hidden_states: Tensor
+) -> Sequence[Tensor]:
+    read, write_again = written(attention, reads)
+    qkv = split_qkv(attention, read)
+    seed = seed_for(hidden_states, *(one.dropout for one in qkv))
+    frozen = _frozen_qkv(qkv)._replace(seed=seed, write_again=write_again)
+    return LoRA_QKV.apply(hidden_states, *tensors_of(qkv), frozen)
 
 
 def _read_rest(

@@ -15,7 +15,7 @@ from .aside import say_left, step_aside
 from .foreign.originals import is_builtin
 from .four_bit.parts import why_not_input, written
 from .known import known_form, why_not_class
-from .linear import Reads, read_projections, run_alone
+from .linear import Reads, read_projections, run_alone, traced_if_possible
 from .projection import Projection, bias_of, seed_for, split_projection, why_call
 from .refusal import attempt, refuse
 from .site import having
@@ -70,7 +70,12 @@ def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
     if reads.left:
         say_left(mlp, reads.left)
         return _run_apart(mlp, x)
-    (*both, down), write_again = written(mlp, reads.fit)
+    return _run_together(mlp, reads.fit, x)
+
+
+@traced_if_possible
+def _run_together(mlp: nn.Module, reads: list[Projection], x: Tensor) -> Tensor:
+    (*both, down), write_again = written(mlp, reads)
     gate, up = split_gate_up(both)
     every = gate, up, down
     frozen = FrozenMLP(
