@@ -186,8 +186,9 @@ PARTS = "_swiglu_forward", "_swiglu_backward", "_rope", "_rms_norm_backward"
     [
         (Fusion(mlp=True, rope=True, rms_norm=True), {}, PARTS),
         (layer_case.LAYER, {"change": quantised}, ["_dequantize_4bit"]),
+        (Fusion(mlp=True, attention=True), {"change": quantised}, ["_dequantize_4bit", PARTS[0]]),
     ],
-    ids=["parts", "4 bits"],
+    ids=["parts", "4 bits", "parts, 4 bits"],
 )
 def test_compiled_layers_still_run_fused(fusion, options, kernels, device):
     """What torch.compile cannot follow might fall back to PEFT's own path, which is right too."""
