@@ -18,6 +18,7 @@ KNOWN_TO = {
     "NormedLayer": "a layer class that we know",
     "DecoderLayer": "a layer class whose parts we know",
     "ForCausalLM": "a class that we know, with its loss from lm_head alone",
+    "Mixer": "a convolution or a recurrence whose projections we know",
 }
 # Functions and methods that the forwards of these classes call, and that fused ones compute
 # themselves.

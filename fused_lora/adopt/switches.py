@@ -27,6 +27,7 @@ OUTPUT = Site(
     attention.output_projections, linear.read_output, linear.output_forward,
     why_not_there=why_not_norms,
 )  # fmt: skip
+MIXER_PROJECTION = OUTPUT._replace(candidates=attention.projections_of_mixers)
 TURNING = Site(
     attention.turning_attentions, attention.read_turning, attention.self_attention_forward
 )
@@ -49,7 +50,7 @@ NO_HEAD = "it has no lm_head, or PEFT computes its own loss from the logits (CPT
 NO_LAYER = "it has no decoder layer with self_attn, post_attention_layernorm and mlp"
 SWITCHES = {
     "mlp": Part((MLP,), NO_MLP, "projections"),
-    "attention": Part((QKV, OUTPUT), NO_ATTENTION, "projections"),
+    "attention": Part((QKV, OUTPUT, MIXER_PROJECTION), NO_ATTENTION, "projections"),
     "rope": Part((TURNING,), NO_ATTENTION, "attentions"),
     "rms_norm": Part((NORM, NORMED_LAYER), "it has no RMSNorm", "norms"),
     "cross_entropy": Part((LOSS,), NO_HEAD, "losses"),
