@@ -153,6 +153,8 @@ FAULTS = (
           "value is False", "adopt", "fuse_loss"),
     Fault("fused_lora/adopt/documents.py", "is_token[:, :1] > 1", "is_token[:, :1] > 2", "step",
           "graph_masks"),
+    Fault("fused_lora/adopt/documents.py", "and all(map(_separates_documents, decoder.layers))", "",
+          "adopt", "families"),
     Fault("bench/parity.py", "LIMIT * max(error, reference.loss_floor)",
           "LIMIT * (error + reference.loss_floor)", "bench", "parity"),
     Fault("bench/profiler.py", "max(0, kernel.end - max(kernel.start, until))",
