@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fused_mlp.launching import is_capturing
 from fused_mlp.utils import compute_dtype
 
-from ...kernels.dequantize_4bit import Dequantize4bit, Packed4bit
+from ...kernels.dequantize_4bit import Dequantize4bit
+from ...kernels.packed_4bit import Packed4bit
 from ...layer.scratch import SERIALS, Scratch
 from ..foreign.forwards import HOOKED, owner_of
 from ..projection import Projection
