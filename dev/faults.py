@@ -139,7 +139,7 @@ FAULTS = (
           "decoder_layer"),
     Fault("fused_lora/step/learning_rates.py", "float(lr) != self.values[index]",
           "self.values[index] is None", "step", "graph"),
-    Fault("fused_lora/step/graphed_module.py", "held.copy_(parameter.grad)", "pass", "step",
+    Fault("fused_lora/step/replays.py", "held.copy_(parameter.grad)", "pass", "step",
           "graphed_module"),
     Fault("fused_lora/adopt/graphed_trainer.py", "1 + trainer.state", "trainer.state", "adopt",
           "graphed_trainer"),
