@@ -31,7 +31,7 @@ class CapturedModule:
 
 
 class Replays:
-    """The replays of a module's graphs, one of which may wait for its backward.
+    """The replays of a module's graphs. At most one forward waits for its backward.
 
     sums: the tensors that the graphs add each parameter's gradients to.
     """
@@ -40,13 +40,13 @@ class Replays:
         self.reset()
 
     def reset(self) -> None:
-        """Drop the sums. The backward of a forward that waits for it raises an error."""
+        """Drop the sums. If a forward waits for its backward, that raises an error."""
         self.sums: dict[Tensor, Tensor] = {}
         self._waiting: weakref.ref[_Call] | None = None
 
     @property
     def is_waiting(self) -> bool:
-        """True from a forward with gradients to its backward, or until nobody can call that."""
+        """True between a forward with gradients and its backward, while that can come."""
         return self._waiting is not None and self._waiting() is not None
 
     def run(self, captured: CapturedModule, inputs: dict[str, Any]) -> Tensor:
