@@ -89,7 +89,7 @@ def read_experts(outermost: Any) -> ReadExperts:
     for name in PARAMETERS:
         weight, bias = getattr(base, name), getattr(base, f"{name}_bias") if is_clamped else None
         for tensor in (weight, *([] if bias is None else [bias])):
-            if (reason := why_not_plain(tensor)) is not None:
+            if (reason := why_not_plain(base, tensor)) is not None:
                 raise Refusal(f"{name}: its base weight {reason}")
             refuse(BASE_IS_TRAINED if tensor.requires_grad else None)
         refuse(why_not_sizes(*weight.shape[1:]))

@@ -14,24 +14,30 @@ class AttentionForm(NamedTuple):
 
     projections: its layers for q, k and v. If there is only one, its outputs hold all three side
         by side.
-    norms: q_norm and k_norm act on "heads" or on all "features"; "" if there are none.
-    turns: the attribute that says whether this layer rotates q and k at all. It rotates as many
-        features of each head as there are angles.
+    output: its layer for o.
+    norms: the norms of q and k act on "heads" or on all "features"; "" if there are none.
+    norm_names: the names of these two.
+    turns: the attribute that says whether this layer rotates q and k at all: true or "rope". It
+        rotates as many features of each head as there are angles.
     interleaved: RoPE pairs neighbours of a head, not its halves.
     has_gate: q_proj gives q and a gate for each head. The gate's sigmoid multiplies what o gets.
     shares_kv: v has a norm too, k may be v's input as well, and a layer may take k and v from an
         earlier one, as in Gemma 4.
+    separates_documents: transformers' masks separate the documents of packed rows.
     scales_q: it multiplies q by a scale that grows with the position, as Llama 4 does.
     passes: options of the attention function, each with the attribute passed for it. Transformers'
         sdpa reads no softcap, so fused attention caps no scores either.
     """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
     norms: str = ""
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
     turns: str = ""
     interleaved: bool = False
     has_gate: bool = False
     shares_kv: bool = False
+    separates_documents: bool = True
     scales_q: bool = False
     passes: tuple[tuple[str, str], ...] = ()
 
@@ -40,11 +46,22 @@ class MLPForm(NamedTuple):
     """An MLP: down(activation(gate(x)) * up(x)).
 
     projections: its layers for gate and up, one or two, as for attention.
-    activation: the attribute that holds the activation.
+    activation: the attribute that holds the activation; "": it calls F.silu.
+    output: its layer for down.
     """
 
     projections: tuple[str, ...] = ("gate_proj", "up_proj")
     activation: str = "act_fn"
+    output: str = "down_proj"
+
+
+class MixerForm(NamedTuple):
+    """A convolution or a recurrence instead of attention. It stays the library's.
+
+    projections: its linear layers. Each is a function on its own.
+    """
+
+    projections: tuple[str, ...] = ("in_proj", "out_proj")
 
 
 class ExpertsForm(NamedTuple):
@@ -139,6 +156,7 @@ class Family(NamedTuple):
     delta_net: DeltaNetForm | None = None
     gated_norm: GatedNormForm | None = None
     experts: ExpertsForm | None = None
+    mixer: MixerForm | None = None
     names: dict[str, str] = {}  # noqa: RUF012
     whole: bool = False
 
@@ -187,6 +205,17 @@ FAMILIES = (
     Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
            loss=LossForm(divided_by="logits_scaling"), whole=True),
+    # its attention and its shared MLP: the experts and Mamba layers beside them are PEFT's
+    Family("granitemoehybrid", "GraniteMoeHybrid",
+           AttentionForm(turns="config.position_embedding_type", separates_documents=False),
+           MLPForm(("input_linear",), "activation", "output_linear"), layer=None,
+           loss=LossForm(divided_by="logits_scaling", has_router=True), mixer=MixerForm(),
+           names={"Mixer": "GraniteMoeHybridMambaLayer"}),
+    Family("lfm2", "Lfm2",
+           AttentionForm(output="out_proj", norms="heads",
+                         norm_names=("q_layernorm", "k_layernorm")),
+           MLPForm(("w1", "w3"), "", "w2"), layer=None, mixer=MixerForm(),
+           names={"Mixer": "Lfm2ShortConv"}),
     Family("glm4", "Glm4", AttentionForm(interleaved=True), GATE_UP, layer=GLM_LAYER, whole=True),
     Family("glm", "Glm", AttentionForm(interleaved=True), GATE_UP, whole=True),
     Family("ernie4_5", "Ernie4_5", AttentionForm(interleaved=True), whole=True),
@@ -246,6 +275,7 @@ KINDS = {
     "ForCausalLM": ("loss", "ForCausalLM"),
     "GatedDeltaNet": ("delta_net", "GatedDeltaNet"),
     "RMSNormGated": ("gated_norm", "RMSNormGated"),
+    "Mixer": ("mixer", "Mixer"),
 }
 FORMS: dict[str, dict[str, Any]] = {
     kind: {

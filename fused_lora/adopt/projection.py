@@ -146,14 +146,6 @@ def _dropout_of(dropout: Any) -> float:
     return dropout.p
 
 
-def why_not_dropout_here(projections: Sequence[Projection]) -> str | None:
-    """Return the reason if projections have dropout inside compiled code, where only whole layers
-    draw it: compiled code may draw other masks when a checkpoint recomputes it."""
-    if torch.compiler.is_compiling() and any(one.dropout for one in projections):
-        return "lora_dropout within torch.compile: ask for layer=True, or do not compile"
-    return None
-
-
 def seed_for(x: Tensor, *dropouts: float | None) -> Tensor | None:
     """Return a new seed for the masks of projections that run as one function, if any has dropout.
     A recomputed forward gets the seed of its first run."""

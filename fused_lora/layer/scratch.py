@@ -12,7 +12,8 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.dequantize_4bit import Dequantize4bit, Packed4bit
+from ..kernels.dequantize_4bit import Dequantize4bit
+from ..kernels.packed_4bit import Packed4bit
 from .buffer import Buffer
 
 SERIALS = itertools.count()  # of what takes turns

@@ -63,6 +63,7 @@ class Family:
     config: changes to TEXT. vision: the vision tower's configuration, if it is multimodal.
     fused: the modules that a part fuses in each layer, if not the USUAL ones. A layer's number in
         front means that layer alone.
+    last_norm: the name of the norm behind the layers.
     others: modules that a part fuses outside the text tower's layers.
     left: the other modules, or parts without any, and what the report says about them.
     functions: how often attention's functions appear in the graph of the loss.
@@ -76,6 +77,7 @@ class Family:
     config: dict = field(default_factory=dict)
     vision: dict | None = None
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    last_norm: str = "norm"
     others: dict[str, tuple[str, ...]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=lambda: ONE)
@@ -131,7 +133,7 @@ class Family:
                 if ":" not in name or name.startswith(layer)
             ]
         if self.fused.get("rms_norm", USUAL):
-            found["rms_norm"].append(f"{prefix}.norm")
+            found["rms_norm"].append(f"{prefix}.{self.last_norm}")
         for part, names in self.others.items():
             found[part] += [f"base_model.model.{name}" for name in names]
         found["cross_entropy"] = ["base_model.model"]
@@ -209,6 +211,27 @@ FAMILIES = {
     "Granite": Family(
         "Granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.3, "logits_scaling": 3.0,
                     "embedding_multiplier": 2.0},
+    ),
+    "Granite 4, hybrid": Family(
+        "GraniteMoeHybrid",
+        EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4,
+                   "mamba_d_state": 8, "mamba_chunk_size": 4, "shared_intermediate_size": 24,
+                   "position_embedding_type": "rope", "attention_multiplier": 0.3,
+                   "residual_multiplier": 0.3, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
+        fused={"mlp": ("shared_mlp",), "rope": ("1:self_attn",),
+               "attention": ("0:mamba.in_proj", "0:mamba.out_proj", "1:self_attn",
+                             "1:self_attn.o_proj")},
+        functions={"LoRA_Attention": 1, "LoRA_W": 2}, not_whole="it has no decoder layer with",
+    ),
+    "LFM2": Family(
+        "Lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        fused={"mlp": ("feed_forward",), "rope": ("1:self_attn",),
+               "attention": ("0:conv.in_proj", "0:conv.out_proj", "1:self_attn",
+                             "1:self_attn.out_proj"),
+               "rms_norm": ("operator_norm", "ffn_norm", "1:self_attn.q_layernorm",
+                            "1:self_attn.k_layernorm")},
+        last_norm="embedding_norm",
+        functions={"LoRA_Attention": 1, "LoRA_W": 2}, not_whole="it has no decoder layer with",
     ),
     "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),
     "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),

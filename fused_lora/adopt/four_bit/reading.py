@@ -12,7 +12,7 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from ...kernels.dequantize_4bit import Nested, Packed4bit
+from ...kernels.packed_4bit import Nested, Packed4bit
 from ..foreign.parallel import is_in_fsdp, is_sharded, why_sharded
 from ..site import KERNELS_WANT_A_GPU
 
