@@ -49,6 +49,7 @@ QUICK = {"seq_lens": [64, 512], "steps": 24, "rounds": 3}
 QUICK_REHEARSAL = {"seq_lens": [16, 32], "steps": 6, "rounds": 3}
 # What --gpus changes: both ends again, and no turns, because a variant takes all GPUs.
 SEVERAL_GPUS = {"seq_lens": [64, 512], "steps": 24, "rounds": 2, "interleave": 0}
+SEVERAL_GPUS_REHEARSAL = {"seq_lens": [16], "steps": 2}
 QUICK_MINUTES = 6  # expected on an H100 once the weights are there
 SHORT = 128  # up to this many tokens the host slows steps, and --quick interleaves
 
@@ -230,8 +231,8 @@ def with_defaults(
     defaults = EXPERIMENT if device == "cuda" else REHEARSAL
     if arguments.quick:
         defaults = defaults | (QUICK if device == "cuda" else QUICK_REHEARSAL)
-    if arguments.gpus > 1 and device == "cuda":
-        defaults = defaults | SEVERAL_GPUS
+    if arguments.gpus > 1:
+        defaults = defaults | (SEVERAL_GPUS if device == "cuda" else SEVERAL_GPUS_REHEARSAL)
     if setting:
         defaults = defaults | setting.is_that() | published.MEASURED_IN
     filled = {**vars(arguments), "device": device, "published": setting}

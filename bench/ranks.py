@@ -31,6 +31,7 @@ class Ranks:
         backend = "gloo"
         if plan.device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = machine.visible_gpus()[plan.gpu]
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this host
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=plan.gpu, world_size=plan.gpus

@@ -165,7 +165,7 @@ def send_name(send, name, then=None):
         ),
         ([("slow",), ("quick", send_one_then_be_killed)], "process 1: killed by SIGKILL", ""),
         ([("slow",), ("over",)], None, ""),  # `on_message` has heard enough
-        ([("slow",), ("slow",)], SILENT, ""),
+        pytest.param([("slow",), ("slow",)], SILENT, "", marks=pytest.mark.slow),
     ],
 )
 def test_processes_at_once_end_with_the_first_that_fails_or_when_enough_is_heard(

@@ -45,6 +45,7 @@ def plan(request, tmp_path, monkeypatch, checkpoint):
         monkeypatch.setattr(machine, "environment", lambda: environment)
         monkeypatch.setattr(machine, "gpu_name", lambda: "NVIDIA H100")
         monkeypatch.setattr(machine, "other_processes", lambda own: 0)
+        monkeypatch.setattr(machine, "visible_gpus", lambda: list("0123"))
 
     def planned(*words, save=True):
         asked = options.parse([*words, "--cache", str(tmp_path / "cache")], "")
@@ -90,7 +91,7 @@ def test_no_setting_that_keeps_runs_apart_is_lost(plan, tmp_path):
         if name in options.READS[""] and name not in ("out", "cache")
     ]
     steps = ["--rounds", "1", "--steps", str(plan.usual["steps"] // plan.usual["rounds"])]
-    asked_for += [["--data", "data/sft_train.jsonl"], steps]
+    asked_for += [["--data", "data/sft_train.jsonl"], steps, ["--gpus", "2"]]
     for words in asked_for:
         if words[0] in ("--device", "--allow-shared-gpu"):
             continue

@@ -3,6 +3,7 @@
 One test starts the command's own processes. The others do not.
 """
 
+import multiprocessing
 from dataclasses import replace
 from functools import partial
 
@@ -40,6 +41,9 @@ def test_a_rehearsal_on_two_is_timed_every_way_and_is_not_repeated(tmp_path, mon
     asked = small(tmp_path, "--gpus", "2", "--variants", "vanilla_peft", "--seq-lens", "16",
                   "--steps", "2", "--accumulate", "2")  # fmt: skip
     monkeypatch.setattr(isolated, "run", in_this_process)  # what is prepared
+    # a fork has imported everything
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
     assert lora_bench.main(asked) == 0
     run = store.load(tmp_path / "results.json")
     (cell,), (row,) = run.cells, run.summary
