@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse
+from fused_lora.step.checkpoint import POLICIES
 
 ON_GPU = torch.cuda.is_available()
-CHECKPOINTS = ("none", "full", "offload")
 RUNS = ("plain", "fused")
 
 
@@ -119,7 +119,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a config.json")
     parser.add_argument("--base", choices=BASES, default="sharded")
-    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="full")
+    parser.add_argument("--checkpoint", choices=POLICIES, default="full")
+    parser.add_argument("--checkpoint-gib", type=float, help="for selective")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     for size, usual in (
         ("tokens", 4096), ("batch-size", 1), ("lora-rank", 16), ("warm-up", 3), ("steps", 10)
@@ -130,7 +131,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def train_each(asked: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:
     """Train a new model in each run, from the same weights. Return the losses of each."""
-    fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=asked.checkpoint)
+    fusion = Fusion(
+        layer=True, rms_norm=True, cross_entropy=True, checkpoint=asked.checkpoint,
+        checkpoint_gib=asked.checkpoint_gib,
+    )  # fmt: skip
     losses = {}
     for run in asked.runs:
         gc.collect()  # the model before this one

@@ -153,6 +153,12 @@ def test_the_report_of_a_sharded_model_says_what_its_next_forward_runs(fusion, g
     assert not found.left
 
 
+def test_fp8_takes_no_sharded_layers(group, device):
+    model = shard(peft_model(device), device)
+    with pytest.raises(ValueError, match=r"fully_shard shards its weights: leave fp8 out"):
+        fuse(model, fp8_case.FP8)
+
+
 def test_layers_are_sharded_before_their_first_forward_or_not_at_all(group, device):
     model = peft_model(device)
     fuse(model, LAYER)

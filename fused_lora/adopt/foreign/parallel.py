@@ -72,7 +72,9 @@ def may_gather(module: nn.Module | None) -> bool:
 
 def may_shard_later() -> bool:
     """Return True among ranks, where fully_shard may follow."""
-    return distributed.is_available() and distributed.is_initialized()
+    if not distributed.is_available():
+        return False
+    return distributed.is_initialized() or distributed.is_torchelastic_launched()
 
 
 def reshard(model: nn.Module) -> None:

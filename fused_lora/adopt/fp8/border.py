@@ -12,6 +12,7 @@ from ...layer.buffer import Bordered
 from ...layer.fp8.buffer import Fp8Buffer
 from ...layer.scratch import Scratches
 from ..borders import Border, Layout, held_bias, layout_of, let_save, move_biases
+from ..foreign.parallel import is_sharded
 from ..four_bit.reading import is_4bit
 from ..layer_reading import base_layers
 from ..projection import Projection
@@ -30,6 +31,8 @@ class Fp8Border(Border):
     @staticmethod
     def why_not(layer: Any) -> str | None:
         weights = [base.weight for base in base_layers(layer)]
+        if any(map(is_sharded, weights)):
+            return "fully_shard shards its weights: leave fp8 out, or its layers unsharded"
         if any(weight.dtype == E4M3 for weight in weights):  # they do not show the model's dtype
             weights.append(layer.post_attention_layernorm.weight)
         return next(filter(None, map(why_not_in_fp8, weights)), None)
