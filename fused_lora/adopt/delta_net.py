@@ -60,6 +60,7 @@ def delta_net_forward(
     net: Any,
     parts: frozenset[str],
     hidden_states: Tensor,
+    *,
     attention_mask: Tensor | None = None,
     **options,
 ):
