@@ -6,6 +6,7 @@
     python lora_bench.py --base nf4          the same for QLoRA, on a base in 4 bits
     python lora_bench.py --suite all         every fused part and the strongest peers
     python lora_bench.py --suite published --model configs/qwen2.5-7b.json   beside others' numbers
+    python lora_bench.py --gpus 4            the same steps on several GPUs, together and apart
     python lora_bench.py --kernels           the Triton kernels alone, against a device copy
     python lora_bench.py --plot-only         draw the published pictures and README tables again
     python lora_bench.py --fits 24           what trains fastest in 24 GiB of GPU memory
@@ -171,6 +172,7 @@ def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
         save_with_summary,
         summary_table,
         to_contribute,
+        to_contribute_several_gpus,
     )
     from report.statistics import twins_too_far_apart, why_no_verdicts
     from variants import BF16
@@ -186,6 +188,8 @@ def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
             console.print(f"{said[0].upper()}{said[1:]}.", soft_wrap=True)
     if plan.quick and not run.rehearsal and plan.base == BF16:  # the table of GPUs has that alone
         console.print(to_contribute(run, path), soft_wrap=True, markup=False)
+    if plan.gpus > 1 and not run.rehearsal:
+        console.print(to_contribute_several_gpus(run, path), soft_wrap=True, markup=False)
     if plan.published:
         console.print(held_against_others(run, path), soft_wrap=True, markup=False)
         console.print(discard(plan.source), soft_wrap=True, markup=False)

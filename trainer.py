@@ -13,12 +13,14 @@ A step captured in CUDA graphs has only two marks, so its parts have no times.
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice, pairwise, starmap
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from batches import Batch
 from models import Graph
@@ -109,6 +111,8 @@ class Trainer:
         graph: captures the step in CUDA graphs; None for an eager step.
         accumulate: micro-batches of a step.
         lengths_as: turns documents' lengths into inputs of the model.
+        group: the processes that train together and average their gradients; None: this one alone.
+            All take as many steps: give max_warmup_steps=MIN_WARMUP_STEPS.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class Trainer:
         graph: Graph | None = None,
         accumulate: int = 1,
         lengths_as: Callable[[torch.Tensor], dict[str, Any]] | None = None,
+        group: dist.ProcessGroup | None = None,
     ):
         self.model = model
         self.autocast = autocast
@@ -134,9 +139,14 @@ class Trainer:
         self.graph = graph
         self.accumulate = accumulate
         self.lengths_as = lengths_as
-        self.graphed_step: Any = (
-            graph.step_for(self.optimizer, accumulation_steps=accumulate) if graph else None
-        )
+        self.graphed_step: Any = None
+        if graph:
+            self.graphed_step = graph.step_for(
+                self.optimizer, accumulation_steps=accumulate, process_group=group
+            )
+        self.called: Any = model
+        if group is not None and group.size() > 1 and not graph:
+            self.called = DistributedDataParallel(model, process_group=group)
         self.graph_constants: dict[str, Any] = {}  # inputs beside each batch of a run
         self.is_warm = False
 
@@ -155,9 +165,10 @@ class Trainer:
                 losses.append(run(**self._inputs(batch), **self.graph_constants))
             marks.append(self.clock.mark())
             return marks, _mean(losses)
-        for batch in batches:
-            with self.autocast():
-                loss = self.model(**self._inputs(batch)).loss
+        for number, batch in enumerate(batches, start=1):
+            is_added = isinstance(self.called, DistributedDataParallel) and number < len(batches)
+            with self.autocast(), self.called.no_sync() if is_added else nullcontext():
+                loss = self.called(**self._inputs(batch)).loss
             marks.append(self.clock.mark())
             (loss if self.accumulate == 1 else loss / self.accumulate).backward()
             marks.append(self.clock.mark())

@@ -273,6 +273,8 @@ EXPERIMENT_ON_NF4 = [
     *(BASELINE, "compiled_peft", "fused_mlp", "full_unsloth"),
     *("fused_all", "fused_layer", "fused_layer_graph_offload", AGAIN),
 ]
+# The experiment on several GPUs.
+ON_SEVERAL_GPUS = [BASELINE, "full_unsloth", "fused_all", "fused_layer", "fused_layer_graph"]
 # Others' published settings have long steps: vanilla PEFT runs once, without its A/A twin.
 SUITES["published"] = [
     BASELINE,

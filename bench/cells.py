@@ -1,30 +1,35 @@
-"""Functions that run in child processes: prepare a run, measure floor, kernels and cells.
+"""Functions that run in child processes and measure cells.
 
-Every public function takes `send` first and sends its findings to the parent with it.
+Each takes `send` first, and sends its findings to the parent with it.
 """
 
 import dataclasses
 import gc
 import os
+import signal
 from collections.abc import Callable, Collection, Sequence
-from errno import ENOSPC
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
 import models
 from batches import Batch
 from bench import audit, interpreter, machine
 from bench.evidence import EVIDENCE, not_run
-from bench.folders import unfinished_beside
 from bench.plan import LEARNING_RATE, Plan
 from bench.profiler import Profile, profile_step
-from bench.records import Cell, Parity
-from bench.weights import materialize
+from bench.ranks import Ranks
+from bench.records import Cell, GpuTimes, Parity
 from models import Built
-from trainer import KINDS_OF_MICRO_BATCHES, MAX_WARMUP_STEPS, Trainer
+from trainer import (
+    KINDS_OF_MICRO_BATCHES,
+    MAX_WARMUP_STEPS,
+    MIN_WARMUP_STEPS,
+    Trainer,
+)
 from variants import recipe_of
 
 Send = Callable[[dict[str, Any]], None]
@@ -35,65 +40,6 @@ class Block(NamedTuple):
 
     round: int
     seq_len: int
-
-
-def prepare_run(send: Send, plan: Plan) -> None:
-    """Make the base weights and the parity references that are missing.
-
-    Sends {"doing": words} for each, and {"full": path} if a disk is full.
-    """
-    try:
-        _prepare(send, plan)
-    except OSError as error:
-        if error.errno != ENOSPC:
-            raise
-        send({"full": error.filename})
-
-
-def _prepare(send: Send, plan: Plan) -> None:
-    from bench.parity import make_reference
-
-    send({"doing": f"base weights of {plan.source.name}"})
-    materialize(plan.source, plan.seed, plan.device)
-    for fp8 in sorted(plan.precisions()):
-        path = plan.reference_file(fp8)
-        if path.exists():
-            continue
-        send({"doing": "parity reference (vanilla PEFT in fp32)"})
-        vanilla = plan.build("vanilla_peft", min(plan.seq_lens))
-        reference = make_reference(vanilla, plan.parity_batches(), fp8)
-        with unfinished_beside(path) as unfinished:  # runs may share a cache
-            reference.save(unfinished)
-        del vanilla
-
-
-def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
-    """Send the floor of each length as {"floor": {seq_len: ...}}."""
-    from bench.floor import FrozenOperations, Shape, time_floor
-
-    config = _config(plan)
-    operations = FrozenOperations(Shape.of(config), plan.device, plan.base)
-    for seq_len in seq_lens:
-        batches = plan.timed_batches(seq_len)
-        labelled = round(sum(batch.labelled for batch in batches) / len(batches))
-        result = time_floor(
-            operations, plan.batch_size, seq_len, labelled, plan.clock(), plan.accumulate
-        )
-        send({"floor": {seq_len: result}})
-
-
-def measure_kernels(send: Send, plan: Plan) -> None:
-    """Send the kernel table at the model's own shapes as {"kernels": ...}."""
-    from bench.kernels import time_kernels
-
-    tokens, config = [plan.batch_size * seq_len for seq_len in plan.seq_lens], _config(plan)
-    send({"kernels": time_kernels(config.hidden_size, config.intermediate_size, tokens)})
-
-
-def _config(plan: Plan) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(plan.source.folder, local_files_only=True)
 
 
 def make_ready(variant: str, device: str) -> None:
@@ -115,6 +61,7 @@ def measure_cells(
     todo: Sequence[Block],
     interleaved: Collection[int] = (),
     wait_for_turn: Callable[[int], int] | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Send a {"cell": ...} for each round and length of `todo`.
 
@@ -126,6 +73,8 @@ def measure_cells(
     length it waits for its turn before the warm-up, before every `plan.interleave` timed steps, and
     before the work after them. At any other length its turn is the whole cell. The others may hold
     the memory it needs. Then it sends {"does_not_fit": length} and stops.
+
+    With `ranks` it trains together with the processes of other GPUs, which do the same.
 
     Consecutive rounds of one length share a trainer. Later ones find the step captured and warm and
     are not profiled again.
@@ -140,6 +89,8 @@ def measure_cells(
             if built is None or (built_for != seq_len and _is_made_for_one_length(variant)):
                 built = None  # free the old model before building the next
                 built, parity = _build_and_check(plan, variant, seq_len)
+                if ranks:
+                    parity = next((p for p in ranks.gather(parity) if not p.passed), parity)
                 built_for = seq_len
                 send({"did": "start"})
             else:
@@ -148,6 +99,8 @@ def measure_cells(
             cell.parity = parity
             if parity is not None and not parity.passed:
                 cell = replace(cell, status="parity_failed", error=parity.problem)
+            elif ranks:
+                cell = _measure_on_all(plan, cell, built, send, ranks)
             else:
                 trainer = trainer or _trainer_of(plan, built)
                 my_turn = partial(wait_for_turn, phase) if wait_for_turn else lambda: 1
@@ -157,14 +110,39 @@ def measure_cells(
                 send({"does_not_fit": seq_len})
                 return
             cell = _failed(cell, error)
+            if ranks:
+                cell.error = f"GPU {plan.gpu}: {cell.error}"
         send({"cell": cell})
         if cell.status in ("oom", "error"):
             return
         if seq_len not in [length for _, length in todo[phase + 1 : phase + 2]]:
             trainer = None  # and with it the memory of its graphs
-        gc.collect()
-        if plan.device == "cuda":
-            torch.cuda.empty_cache()
+        _free(plan)
+
+
+def measure_cells_on_gpu(
+    send: Send, plan: Plan, variant: str, todo: Sequence[Block], store: str
+) -> None:
+    """Do as `measure_cells`, in the process of `plan.gpu`, together with those of all `plan.gpus`.
+
+    A cell that fails on one of them stops them all. This process then waits to be ended: the others
+    would fail of its end, and say so first.
+    """
+
+    def send_and_wait(message: dict[str, Any]) -> None:
+        send(message)
+        if "cell" in message and message["cell"].status != "ok":
+            signal.pause()
+
+    measure_cells(send_and_wait, plan, variant, todo, ranks=Ranks.joined(plan, store))
+    dist.destroy_process_group()
+
+
+def _free(plan: Plan) -> None:
+    """Give back the memory of what is no longer used."""
+    gc.collect()
+    if plan.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _says_no_memory(error: Exception) -> bool:
@@ -199,12 +177,58 @@ def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Par
     return built, check_parity(built, plan.parity_batches(), reference)
 
 
-def _trainer_of(plan: Plan, built: Built) -> Trainer:
-    warmup = MAX_WARMUP_STEPS if plan.device == "cuda" else 1  # a rehearsal's times mean nothing
+def _trainer_of(plan: Plan, built: Built, group: Any = None) -> Trainer:
+    warmup = MIN_WARMUP_STEPS if group else MAX_WARMUP_STEPS  # all GPUs take as many
+    warmup = warmup if plan.device == "cuda" else 1  # a rehearsal's times mean nothing
     return Trainer(
         built.model, built.autocast, plan.clock(), LEARNING_RATE, warmup, built.graph,
-        plan.accumulate, built.lengths_as,
+        plan.accumulate, built.lengths_as, group,
     )  # fmt: skip
+
+
+def _measure_on_all(plan: Plan, cell: Cell, built: Built, send: Send, ranks: Ranks) -> Cell:
+    """Time a variant on all GPUs together and apart, each from the first weights. Return the cell
+    with the times of all, or with what failed on one of them. Odd rounds begin apart, even ones
+    together, because a card is faster while it is cool."""
+
+    def together() -> Cell:
+        models.set_adapters(built.model, plan.seed)
+        trainer = _trainer_of(plan, built, ranks.together)
+        return _measure(plan, cell, trainer, send, ranks.meet)
+
+    def apart() -> tuple[list[float], list[float]]:
+        """Time all GPUs at once without averaging, then the first alone."""
+        batches = [batch.to(plan.device) for batch in plan.timed_batches(cell.seq_len)]
+        trainer = _trainer_of(plan, built, ranks.alone)
+
+        def is_alive(done: int) -> None:
+            send({"did": "steps"})
+
+        def step_ms(before_step: Callable[[int], Any]) -> list[float]:
+            models.set_adapters(built.model, plan.seed)
+            return trainer.run(batches, plan.steps, is_alive, before_step).step_ms
+
+        at_once = step_ms(lambda done: ranks.meet())
+        ranks.meet()
+        alone = step_ms(lambda done: None) if plan.gpu == 0 else []
+        ranks.meet()
+        return at_once, alone
+
+    if cell.round % 2:
+        times = apart()
+        _free(plan)
+        cell = together()
+    else:
+        cell = together()
+        _free(plan)
+        times = apart()
+    every = ranks.gather((cell, *times))
+    for gpu, (one, *_) in enumerate(every):
+        if one.status != "ok":
+            return replace(cell, status=one.status, error=f"GPU {gpu}: {one.error}")
+    gpus = [GpuTimes(one.card, one.step_ms, *times) for one, *times in every]
+    others = max((one.other_gpu_processes or 0 for one, *_ in every), default=0)
+    return replace(cell, gpus=gpus, other_gpu_processes=others or cell.other_gpu_processes)
 
 
 def _measure(
@@ -212,8 +236,10 @@ def _measure(
 ) -> Cell:
     """Time a variant and return its cell with what ran.
 
-    Waits for its turn first, and again after every `cell.turn_steps` steps if these are a turn.
+    Waits for its turn first, and again after every `cell.turn_steps` steps if these are a turn. On
+    several GPUs that is to wait for the others, which begin each step together.
     """
+    turn_steps = cell.turn_steps if plan.gpus == 1 else 1
     batches = [batch.to(plan.device) for batch in plan.timed_batches(cell.seq_len)]
     was_profiled = trainer.is_warm
     samples = []
@@ -225,13 +251,13 @@ def _measure(
     def before_step(done: int) -> None:
         if done == 0:
             send({"did": "warm_up"})
-        if cell.turn_steps and done % cell.turn_steps == 0:
+        if turn_steps and done % turn_steps == 0:
             wait_for_turn()
 
     on_gpu = plan.device == "cuda"
     ours = wait_for_turn()
     timings = trainer.run(batches, plan.steps, on_step, before_step)
-    if cell.turn_steps:
+    if turn_steps:
         ours = wait_for_turn()  # first the others take their last steps
 
     profile = problem = None

@@ -9,9 +9,9 @@ from typing import Any
 from rich.markup import escape
 
 from bench import processes as isolated
-from bench.cells import measure_floor, measure_kernels, prepare_run
 from bench.options import QUICK_MINUTES, others_on_gpu, why_unavailable
 from bench.plan import Plan
+from bench.preparing import measure_floor, measure_kernels, prepare_run
 from bench.records import Kernels, Run
 from bench.runner import Cells, Runner, side_by_side
 from bench.stages import Stopwatch
@@ -37,8 +37,9 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
         os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         console.print("No GPU: a rehearsal in Triton's interpreter, not a performance result.")
     with progress_bar(sum(plan.steps * seq_len for _, _, seq_len in todo)) as (advance, say):
-        # in a published setting the floor would take as long as two variants
-        lengths = () if plan.published else plan.seq_lens
+        # in a published setting the floor would take as long as two variants, and on several GPUs
+        # all of them would wait
+        lengths = () if plan.published or plan.gpus > 1 else plan.seq_lens
         missing_floor = tuple(n for n in lengths if n not in run.floor)
         if (todo or missing_floor) and not plan.is_prepared():
             prepare(plan, say)

@@ -8,7 +8,8 @@ import torch
 from triton.testing import do_bench
 
 from bench.records import KernelRow, Kernels
-from fused_lora.kernels.dequantize_4bit import Dequantize4bit, Nested, Packed4bit
+from fused_lora.kernels.dequantize_4bit import Dequantize4bit
+from fused_lora.kernels.packed_4bit import Nested, Packed4bit
 from fused_mlp import swiglu_backward, swiglu_forward
 from fused_mlp.launching import cdiv
 

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 
 import pynvml
 
-from bench.records import Environment, Git, Gpu
+from bench.experiment_records import Environment, Git, Gpu
 
 RECORDED_PACKAGES = (
     "torch", "triton", "transformers", "peft", "bitsandbytes", "accelerate", "unsloth",
@@ -37,6 +38,19 @@ THROTTLED = ("slowdown", "brake")
 def has_gpu() -> bool:
     """Return True if an NVIDIA GPU is visible to CUDA programs."""
     return gpu_handle() is not None
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that are visible to CUDA programs, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        return list(takewhile(lambda name: name not in ("", "-1"), names))
+    try:
+        pynvml.nvmlInit()
+        return [str(number) for number in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
 
 
 def gpu_name() -> str:

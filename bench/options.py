@@ -1,9 +1,7 @@
-"""The command line: options, defaults and checks. Imports nothing slow: errors come at once."""
+"""The command line: options and defaults. Imports nothing slow: errors come at once."""
 
 import argparse
 import textwrap
-from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +12,7 @@ from variants import (
     BF16,
     EXPERIMENT_ON_NF4,
     NF4,
-    RETIRED,
+    ON_SEVERAL_GPUS,
     SUITES,
     TARGETS,
     VARIANTS,
@@ -49,6 +47,8 @@ REHEARSAL = EXPERIMENT | {
 # What --quick changes: both ends of the experiment, without the A/A twin.
 QUICK = {"seq_lens": [64, 512], "steps": 24, "rounds": 3}
 QUICK_REHEARSAL = {"seq_lens": [16, 32], "steps": 6, "rounds": 3}
+# What --gpus changes: both ends again, and no turns, because a variant takes all GPUs.
+SEVERAL_GPUS = {"seq_lens": [64, 512], "steps": 24, "rounds": 2, "interleave": 0}
 QUICK_MINUTES = 6  # expected on an H100 once the weights are there
 SHORT = 128  # up to this many tokens the host slows steps, and --quick interleaves
 
@@ -61,24 +61,13 @@ RUN_IS = (*WORK, "seq_lens", "steps", "rounds", "interleave", "checkpointing", "
 READS = {
     "": (*RUN_IS, "suite", "variants", "cell_timeout"),
     "quick": (*WORK, "seed", "device", "out", "cache", "allow_shared_gpu", "cell_timeout"),
+    "gpus": (*(name for name in RUN_IS if name != "interleave"), "variants", "cell_timeout"),
     "kernels": RUN_IS,
     "plot_only": ("out",),
     "merge": ("out",),
     "fits": ("out",),
     "compare": (),
 }
-LIMITS = {  # (smallest, largest)
-    "seq_lens": (3, None),  # a token, one that attends to it, and the one that follows
-    "batch_size": (1, None),
-    "accumulate": (1, None),
-    "rank": (1, None),
-    "steps": (1, None),
-    "rounds": (1, 1000),
-    "interleave": (0, None),
-    "seed": (0, 2**32 - 1),  # NumPy's limit
-}
-MAX_TOKENS = 2**27  # a round's at one length, which are made and held before it begins
-MAX_TIMEOUT_S = 1_000_000
 
 
 class Parser(argparse.ArgumentParser):
@@ -170,6 +159,10 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         "a first answer: 64 and 512 tokens, 24 steps in 3 rounds, without the A/A twin, one "
         "process per variant for the whole run", False,
         action="store_true", to=commands)  # fmt: skip
+    add("--gpus",
+        "train on this many GPUs together, each on its own rows of --batch-size; beside that, time "
+        "the same steps on all of them without averaging gradients, and on one alone; without a "
+        "GPU, processes (default: 1)", 1, type=int, metavar="N", to=commands)  # fmt: skip
     add("--kernels", "time the Triton kernels alone, into the same results", False, to=commands,
         action="store_true")  # fmt: skip
     add("--plot-only", "draw from existing results; measure nothing", False, to=commands,
@@ -237,6 +230,8 @@ def with_defaults(
     defaults = EXPERIMENT if device == "cuda" else REHEARSAL
     if arguments.quick:
         defaults = defaults | (QUICK if device == "cuda" else QUICK_REHEARSAL)
+    if arguments.gpus > 1 and device == "cuda":
+        defaults = defaults | SEVERAL_GPUS
     if setting:
         defaults = defaults | setting.is_that() | published.MEASURED_IN
     filled = {**vars(arguments), "device": device, "published": setting}
@@ -254,68 +249,12 @@ def check_setting(setting: published.PublishedSetting, filled: dict[str, Any]) -
             )
 
 
-def check_options(asked: argparse.Namespace) -> None:
-    """Raise ValueError, in one line, if a filled-in option cannot be right."""
-    for name, (least, most) in LIMITS.items():
-        given = getattr(asked, name)
-        for value in given if isinstance(given, list) else [given]:
-            if value is not None:
-                within(flag(name), value, least, most)
-    steps, rounds, timeout_s = asked.steps, asked.rounds, asked.cell_timeout
-    if steps % rounds:
-        raise ValueError(
-            f"--steps {steps} does not spread evenly over --rounds {rounds}: "
-            f"give a multiple of {rounds}"
-        )
-    longest = max(asked.seq_lens)
-    if not 0 <= asked.lora_dropout < 1:
-        raise ValueError(f"--lora-dropout {asked.lora_dropout:g}: give 0 or more, and less than 1")
-    rows = asked.batch_size * asked.accumulate
-    if (tokens := steps // rounds * rows * longest) > MAX_TOKENS:
-        raise ValueError(
-            f"--steps {steps} of {rows} rows (--batch-size) are {tokens:,} tokens a round at "
-            f"{longest}, all made before it begins: ask for {MAX_TOKENS:,} or fewer"
-        )
-    if not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise ValueError(
-            f"--cell-timeout {timeout_s:g}: give more than 0 seconds, {MAX_TIMEOUT_S:,} at most"
-        )
-    if asked.device == "cpu":
-        if asked.kernels:
-            raise ValueError(
-                "--kernels: no NVIDIA GPU to time the kernels on; run it where there is one"
-            )
-        if asked.allow_shared_gpu:
-            raise ValueError("--allow-shared-gpu: a rehearsal uses no GPU; leave it out")
-    for name in asked.variants or ():
-        check_variant(current_id(name), asked.device, asked.base)
-    if asked.base == NF4 and find_spec("bitsandbytes") is None:
-        raise ValueError('--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"')
-
-
-def within(flag: str, value: int, least: int, most: int | None = None) -> None:
-    if value < least or (most is not None and value > most):
-        wanted = f"{least} or more" if most is None else f"{least} to {most}"
-        raise ValueError(f"{flag} {value}: give {wanted}")
-
-
-def check_variant(name: str, device: str, base: Base = BF16) -> None:
-    """Raise ValueError if a variant given by name cannot run."""
-    if name in RETIRED:
-        raise ValueError(f"--variants {name}: no longer measured; give {RETIRED[name].instead}")
-    if name not in VARIANTS:
-        near = get_close_matches(name, VARIANTS, n=3)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"--variants {name}: unknown; {hint}--help lists all {len(VARIANTS)}")
-    if reason := why_unavailable(name, device, base):
-        raise ValueError(f"--variants {name}: {reason}")
-
-
 def variants_of(asked: argparse.Namespace) -> tuple[str, ...]:
     """Return the ids asked for, each once. A quick run has no A/A twin, which would show the noise
     between processes: all its rounds share one."""
     on_nf4 = (asked.base, asked.suite) == (NF4, "experiment")
     suite = EXPERIMENT_ON_NF4 if on_nf4 else SUITES[asked.suite]
+    suite = ON_SEVERAL_GPUS if asked.gpus > 1 else suite
     ids = dict.fromkeys(map(current_id, asked.variants or suite))
     return tuple(id for id in ids if not (asked.quick and id == AGAIN))
 

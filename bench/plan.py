@@ -32,7 +32,8 @@ class Plan:
     interleave: how many of them a variant takes at a time if all fit on the GPU together; 0: never
     interleaved. quick: each variant has one process for the whole run. cell_timeout_s: a cell
     silent for longer is given up. base: the form of the base weights. published: somebody else's
-    setting, if the run is in one.
+    setting, if the run is in one. gpus: GPUs that train together, or processes on the CPU. gpu: the
+    number of this process's.
     """
 
     source: Source
@@ -56,6 +57,8 @@ class Plan:
     accumulate: int = 1
     base: Base = BF16
     published: PublishedSetting | None = None
+    gpus: int = 1
+    gpu: int = 0
 
     def batches(self, seq_len: int, batch_size: int, count: int) -> list[Batch]:
         """Return the run's batches at one length, on the CPU: the same in every round."""
@@ -66,8 +69,10 @@ class Plan:
         )  # fmt: skip
 
     def timed_batches(self, seq_len: int) -> list[Batch]:
-        """Return the micro-batches of a round's timed steps at one length, on the CPU."""
-        return self.batches(seq_len, self.batch_size, self.steps * self.accumulate)
+        """Return the micro-batches of a round's timed steps at one length, on the CPU. Each GPU has
+        its own."""
+        count = self.steps * self.accumulate * self.gpus
+        return self.batches(seq_len, self.batch_size, count)[self.gpu :: self.gpus]
 
     def trains_at(self, seq_len: int) -> bool:
         """Return True if batches of this length give every adapter a gradient.

@@ -3,15 +3,18 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batches import load_tokenizer, sha256_of, token_shares
 from bench import chats, machine, options
 from bench import results as store
+from bench.experiment_records import Experiment, Optimizer, Tokens
 from bench.folders import check_writable, locked, remove_unfinished
+from bench.option_checks import check_options
 from bench.options import fill_in, variants_of
-from bench.records import Experiment, Optimizer, Run, Tokens
+from bench.records import Run
 from bench.run_folder import command_beside, run_folder
 from bench.weights import Source, check_architecture, projections, read_config, resolve
 from variants import TARGETS, Lora
@@ -28,7 +31,7 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
         ValueError: what is wrong and what to do, in one line. Nothing was written.
     """
     asked = fill_in(arguments)
-    options.check_options(asked)
+    check_options(asked)
     source = resolve(str(asked.model), asked.cache.resolve(), asked.seed)
     if not (asked.cache / "data").is_dir():
         check_writable("--cache", asked.cache)
@@ -83,6 +86,7 @@ def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
         accumulate=asked.accumulate,
         base=asked.base,
         published=asked.published,
+        gpus=asked.gpus,
     )  # fmt: skip
 
 
@@ -149,7 +153,8 @@ def planned_experiment(plan: "Plan") -> Experiment:
 
     tokens = {}
     for seq_len in plan.seq_lens:
-        shares = token_shares(plan.timed_batches(seq_len))
+        on_each = (replace(plan, gpu=gpu).timed_batches(seq_len) for gpu in range(plan.gpus))
+        shares = token_shares([batch for batches in on_each for batch in batches])
         tokens[seq_len] = Tokens(shares.padding, shares.labelled)
     return Experiment(
         model=plan.source.label,
@@ -162,6 +167,7 @@ def planned_experiment(plan: "Plan") -> Experiment:
         rounds=plan.rounds,
         steps=plan.steps * plan.rounds,
         interleave=plan.interleave,
+        gpus=plan.gpus,
         checkpointing="on" if plan.checkpointing else "off",
         base=plan.base,
         padded=plan.padded,

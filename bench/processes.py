@@ -11,9 +11,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from bench.folders import locked_log
@@ -84,6 +84,63 @@ def run_in_turns(
             process.terminate()
         ended = [process.end() for process in processes]
     return ended
+
+
+def run_at_once(
+    function: Callable[..., None],
+    each: Sequence[tuple],
+    on_message: Callable[[int, Any], bool],
+    silence_limit_s: float | None = None,
+) -> Ended:
+    """Run ``function(send, *arguments)`` for each arguments of `each`, all in fresh processes at
+    the same time. `on_message` gets the index in `each` and what was sent.
+
+    They depend on each other: all are ended if one fails, if none sends anything for
+    `silence_limit_s`, or if `on_message` returns True. Returns how the first that failed ended.
+    """
+    processes: list[_Process] = []
+    failed = None
+    try:
+        for arguments in each:
+            processes.append(_Process(function, arguments))
+        failed = _listen_to_all(processes, on_message, silence_limit_s)
+    finally:
+        for process in processes:
+            process.terminate()
+        ended = [process.end() for process in processes]
+    if failed is None:
+        return Ended(None, "")
+    if processes[failed].hangs_after_s is not None:
+        return ended[failed]
+    return replace(ended[failed], error=f"process {failed}: {ended[failed].error}")
+
+
+def _listen_to_all(
+    processes: Sequence["_Process"],
+    on_message: Callable[[int, Any], bool],
+    silence_limit_s: float | None,
+) -> int | None:
+    """Pass on what they send. Return the index of one that fails, or None once all have ended or
+    `on_message` returns True. If all are silent, that is the first."""
+    running: dict[Any, int] = {one.connection: index for index, one in enumerate(processes)}
+    while running:
+        ready: list[Any] = wait(list(running), silence_limit_s)
+        if not ready:
+            processes[0].hangs_after_s = silence_limit_s
+            return 0
+        for connection in ready:
+            index = running[connection]
+            try:
+                message = connection.recv()
+            except (EOFError, ConnectionResetError):
+                del running[connection]
+                processes[index].process.join(EXIT_GRACE_S)
+                if processes[index].process.exitcode != 0:
+                    return index
+            else:
+                if on_message(index, message):
+                    return None
+    return None
 
 
 @dataclass(frozen=True)

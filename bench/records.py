@@ -10,110 +10,17 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Annotated, Literal, get_args
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
-from variants import Base, Lora, Settings, current_id
+from bench.experiment_records import Count, Environment, Experiment, Positive, Record
+from variants import Settings, current_id
 
-COMPARED_PACKAGES = (
-    "torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth", "liger_kernel",
-)  # fmt: skip
 Status = Literal["ok", "parity_failed", "oom", "error", "unavailable"]
 STATUSES: tuple[Status, ...] = get_args(Status)  # the most telling first
 Verdict = Literal["faster", "slower", "not distinguishable"]
 
-Count = Annotated[int, Meta(ge=1)]
-Positive = Annotated[float, Meta(gt=0)]
 Milliseconds = Annotated[float, Meta(ge=0)]
 Interval = tuple[float, float]
-
-
-class Record(Struct, forbid_unknown_fields=True):
-    """Part of a results file. Unknown fields are refused, because saving would lose them."""
-
-
-class Optimizer(Record):
-    name: str
-    lr: Positive
-    fused: bool
-
-
-class Tokens(Record):
-    """Shares of all positions of the batches at one length."""
-
-    padding: float
-    labelled: float
-
-
-class Experiment(Record):
-    """The settings of a run.
-
-    batch_size: rows of a micro-batch; documents are joined into one row. accumulate: micro-batches
-    of a step. base: the form of the base weights; dtype is that of the rest, and of the compute.
-    steps: timed steps of a variant at each length, over all rounds. checkpointing: "off"
-    turns it off in every variant. interleave: how many timed steps an interleaved variant takes at
-    a time (cells say where they were interleaved); 0: never.
-    """
-
-    model: str
-    weights: str
-    dtype: str
-    batch_size: Count
-    seq_lens: Annotated[list[Count], Meta(min_length=1)]
-    variants: Annotated[list[str], Meta(min_length=1)]
-    rounds: Count
-    steps: Count
-    checkpointing: Literal["on", "off"]
-    padded: bool
-    lora: Lora
-    optimizer: Optimizer
-    seed: int
-    data_sha256: str
-    tokens: dict[int, Tokens]
-    interleave: Annotated[int, Meta(ge=0)] = 0
-    accumulate: Count = 1
-    documents: bool = False
-    base: Base = "bf16"
-
-    def tokens_a_step(self, seq_len: int) -> float:
-        """Return the tokens of a step without padding, over all its micro-batches."""
-        return self.accumulate * self.batch_size * seq_len * (1 - self.tokens[seq_len].padding)
-
-    def __post_init__(self) -> None:
-        self.variants = [current_id(variant) for variant in self.variants]
-
-
-class Gpu(Record):
-    name: str
-    memory_bytes: Count
-    driver: str
-    power_limit_w: float | None
-    max_sm_clock_mhz: int | None
-    max_memory_clock_mhz: int | None
-    ecc: bool | None
-    uncorrected_ecc_errors: int | None
-    persistence: bool | None
-
-
-class Git(Record):
-    """This repository's commit; "A then B" if cells of two commits share a file."""
-
-    commit: str
-    dirty: bool
-
-
-class Environment(Record):
-    gpu: Gpu | None
-    cpu: str
-    platform: str
-    python: str
-    packages: dict[str, str | None]
-    cuda: str | None
-    git: Git | None
-
-    @property
-    def device(self) -> str:
-        """The name of the GPU or, without one, of the CPU."""
-        return self.gpu.name if self.gpu else f"no GPU ({self.cpu})"
 
 
 class Parity(Record):
@@ -139,6 +46,19 @@ class Parity(Record):
     scale_limit: float | None = None
 
 
+class GpuTimes(Record):
+    """The timed steps of one of several GPUs in a cell.
+
+    step_ms: all GPUs average their gradients. unsynchronised_ms: all take the same steps at once,
+    and average nothing. alone_ms: this GPU takes them while the others wait; of the first alone.
+    """
+
+    card: str | None
+    step_ms: list[Positive]
+    unsynchronised_ms: list[Positive]
+    alone_ms: list[Positive] = []
+
+
 class Cell(Record):
     """One variant at one length in one round. A field that was not measured is None or empty.
 
@@ -154,7 +74,8 @@ class Cell(Record):
     a step had run like the timed ones, with compilation or capture. peak_*_bytes: over the timed
     steps, and for a graph also over its capture. sm_clock_mhz to power_w: medians of samples taken
     between the steps. clock_reasons: why clocks were below their maximum. throttled: for more than
-    the power cap. card: which GPU it was (`machine.card`): a run may continue on another.
+    the power cap. card: which GPU it was (`machine.card`): a run may continue on another. gpus: the
+    times of every GPU, the first one's included; all other fields are the first one's.
     """
 
     variant: str
@@ -192,11 +113,28 @@ class Cell(Record):
     card: str | None = None
     other_gpu_processes: int | None = None
     host_launch_us: float | None = None
+    gpus: list[GpuTimes] = []
 
     def __post_init__(self) -> None:
         self.variant = current_id(self.variant)
         if self.status == "ok" and not self.step_ms:
             raise ValueError("its status is ok, and it has no step_ms")
+
+    @property
+    def efficiency(self) -> float | None:
+        """The speed of all GPUs over that of the same GPUs at once without averaging gradients."""
+        apart = sum(1 / median(gpu.unsynchronised_ms) for gpu in self.gpus)
+        return self._steps_a_ms() / apart if self.gpus else None
+
+    @property
+    def efficiency_over_one(self) -> float | None:
+        """The speed of all GPUs over that of the first alone, times their number."""
+        if not self.gpus:
+            return None
+        return self._steps_a_ms() * median(self.gpus[0].alone_ms) / len(self.gpus)
+
+    def _steps_a_ms(self) -> float:
+        return sum(1 / median(gpu.step_ms) for gpu in self.gpus)
 
     @property
     def key(self) -> tuple[str, int, int]:

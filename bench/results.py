@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from bench.experiment_records import COMPARED_PACKAGES, Environment, Experiment, Record
 from bench.folders import unfinished_beside
-from bench.records import COMPARED_PACKAGES, Environment, Experiment, Floor, Record, Run
+from bench.records import Floor, Run
 
 R = TypeVar("R", bound=Record)
 UNREADABLE = (

@@ -29,7 +29,7 @@ def run_folder(asked: argparse.Namespace, source: Source, data: Path) -> Path:
     """
     if asked.out is not None:
         return asked.out
-    kind = ["quick"] if asked.quick else []
+    kind = ["quick"] if asked.quick else [f"{asked.gpus}-gpus"] if asked.gpus > 1 else []
     if asked.published:
         kind = ["published", asked.published.model]
     here = HERE / "rehearsal"
@@ -44,7 +44,8 @@ def run_folder(asked: argparse.Namespace, source: Source, data: Path) -> Path:
 
 def _settings(asked: argparse.Namespace, source: Source, data: Path) -> Iterator[str]:
     """Yield, in words, the settings that differ from the defaults and keep runs apart."""
-    nothing = options.parse(["--quick"] if asked.quick else [], None)
+    gpus = ["--gpus", str(asked.gpus)] if asked.gpus > 1 else []
+    nothing = options.parse(["--quick"] if asked.quick else gpus, None)
     usual = options.with_defaults(nothing, asked.device, asked.published)
     if not asked.published and source.config != usual.model:
         yield _name_of(source)

@@ -1,13 +1,15 @@
 """The runner of a plan's cells: a process for each variant, and every finished cell is kept."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import audit
 from bench import processes as isolated
-from bench.cells import Block, measure_cells
+from bench.cells import Block, measure_cells, measure_cells_on_gpu
 from bench.options import SHORT, why_unavailable
 from bench.plan import Plan
 from bench.records import Cell, Run
@@ -74,26 +76,58 @@ class Runner:
         return self.alone(todo)
 
     def alone(self, todo: Cells) -> Cells:
-        """Run the first variant and round of `todo` in a process and return what is left.
+        """Run the first variant and round of `todo` in a process and return what is left. On
+        several GPUs it has all rounds: what matters is compared within a cell.
 
         A process that ends early leaves the lengths after its last cell to the next one.
         """
         first_round, variant, _ = todo[0]
-        blocks = [Block(r, n) for r, v, n in todo if (r, v) == (first_round, variant)]
+        blocks = [
+            Block(r, n)
+            for r, v, n in todo
+            if v == variant and (r == first_round or self.plan.gpus > 1)
+        ]
+        if self.plan.gpus > 1:  # some models are built for one length
+            blocks.sort(key=lambda block: (block.seq_len, block.round))
         self.say(f"round {first_round}: {title_of(variant)}")
         done: list[Block] = []
         if self.is_unavailable(variant, blocks):
             done += blocks
         else:
-            ended = isolated.run(
-                measure_cells, self.plan, variant, blocks,
-                on_message=lambda message: self.hear(message, blocks, done),
-                silence_limit_s=self.plan.cell_timeout_s,
-            )  # fmt: skip
+            if self.plan.gpus > 1:
+                ended = self.on_all_gpus(variant, blocks, done)
+            else:
+                ended = isolated.run(
+                    measure_cells, self.plan, variant, blocks,
+                    on_message=lambda message: self.hear(message, blocks, done),
+                    silence_limit_s=self.plan.cell_timeout_s,
+                )  # fmt: skip
             if ended.error and len(done) < len(blocks):
                 self.keep_error(variant, blocks[len(done)], ended)
                 done.append(blocks[len(done)])
         return [(r, v, n) for r, v, n in todo if v != variant or (r, n) not in done]
+
+    def on_all_gpus(self, variant: str, blocks: list[Block], done: list[Block]) -> isolated.Ended:
+        """Run a variant in a process for each GPU, all at once. The first sends what we keep; a
+        cell that fails on any of them is the last."""
+
+        def hear(gpu: int, message: dict[str, Any]) -> bool:
+            has_failed = "cell" in message and message["cell"].status != "ok"
+            if gpu == 0 or has_failed:
+                self.hear(message, blocks, done)
+            return has_failed
+
+        with TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            return isolated.run_at_once(
+                measure_cells_on_gpu,
+                [
+                    (replace(self.plan, gpu=gpu), variant, blocks, store)
+                    for gpu in range(self.plan.gpus)
+                ],
+                on_message=hear,
+                silence_limit_s=self.plan.cell_timeout_s,
+            )
 
     def together(self, todo: Cells, blocks: list[Block]) -> Cells:
         """Run all variants of `todo` at these rounds and lengths side by side, a process each and
@@ -143,8 +177,9 @@ class Runner:
         if seq_len := message.get("does_not_fit"):
             raise DoesNotFit(seq_len)
         if "cell" in message:
-            self.keep(message["cell"])
-            done.append(blocks[len(done)])
+            cell = message["cell"]
+            self.keep(cell)
+            done.append(Block(cell.round, cell.seq_len))
         elif "step" in message:
             self.advance(blocks[len(done)].seq_len)
 

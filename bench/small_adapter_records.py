@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.records import Environment, Record
+from bench.experiment_records import Environment, Record
 from bench.results import load_record, write_atomically
 from variants import Lora
 

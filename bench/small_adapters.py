@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from batches import Batch, load_tokenizer, make_batches, read_chats, tokenize
 from bench import machine, processes
 from bench.folders import locked
-from bench.options import HERE, Parser, check_variant, why_unavailable
+from bench.option_checks import check_variant
+from bench.options import HERE, Parser, why_unavailable
 from bench.small_adapter_records import (
     Seen,
     SmallAdapters,

@@ -34,4 +34,8 @@ def show(cell: Cell) -> None:
         said += f"{median(cell.step_ms):9.1f} ms"
         if cell.parity is not None and cell.parity.worst_ratio is not None:
             said += f"  parity {cell.parity.worst_ratio:.2f} x vanilla's own error"
+        if cell.efficiency is not None:
+            said += (
+                f"  efficiency {cell.efficiency:.1%}, over one GPU {cell.efficiency_over_one:.1%}"
+            )
     console.print(escape(said), soft_wrap=True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.records import Count, Environment, Optimizer, Record
+from bench.experiment_records import Count, Environment, Optimizer, Record
 from bench.results import load_record
 from variants import Lora
 

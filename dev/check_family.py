@@ -151,8 +151,11 @@ def check(cls: type) -> tuple[families.Family, dict[str, Found]]:
         if one is not None:
             found[kind] = one
         row = _with(row, field, one.form if one and not one.difference else None)
-    known_to_all = (row.attention, row.mlp, row.norm, row.layer, row.loss)
-    return row._replace(whole=all(known_to_all) and row.delta_net is None), found
+    # whole layers take Llama's kinds of classes, and no others
+    default = families.Family._field_defaults
+    usual = [field for field, _ in families.KINDS.values() if default[field] is not None]
+    whole = all(getattr(row, field) for field in usual) and len(found) == len(usual)
+    return row._replace(whole=whole), found
 
 
 def _with(row: families.Family, field: str, form: Any) -> families.Family:

@@ -16,7 +16,7 @@ from .adopt.borders import Border, unborder
 from .adopt.foreign import checkpointing
 from .adopt.foreign.checkpointing import layers_of
 from .adopt.foreign.forwards import remove_taker, take_back
-from .adopt.foreign.parallel import REPLICATE, refuse_data_parallel
+from .adopt.foreign.parallel import REPLICATE, between_forwards, refuse_data_parallel, reshard
 from .adopt.four_bit.reading import bytes_in_buffers
 from .adopt.report import ASKED_EARLY, NO_ADAPTERS, PARTS_SET, FusionReport, explained, report_on
 from .adopt.setting import running_in, set_forwards
@@ -29,7 +29,9 @@ from .step.checkpoint import POLICIES, Checkpoint
 class Fusion:
     """Switches for the parts of a model to run fused. With all off it is stock PEFT.
 
-    mlp: gate, up, SwiGLU or GeGLU and down with their adapters as one function (`fused_mlp`).
+    mlp: gate, up, SwiGLU or GeGLU and down with their adapters as one function (`fused_mlp`). The
+        experts of a mixture, with their adapters and routing weights, as another
+        (`lora_experts.py`).
     attention: q, k and v with their adapters as one autograd function, o as another. Of a gated
         delta net: its in-projections as one, out_proj as another, around the library's recurrence.
     rope: the rotary embedding of q and k in one kernel. With `attention`, all of attention becomes
@@ -85,6 +87,7 @@ class Fusion:
             )
 
 
+@between_forwards()
 def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True) -> FusionReport:
     """Fuse the parts of `model` that `fusion` names, from now on.
 
@@ -107,6 +110,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
         RuntimeError: later, when nn.DataParallel copies the model. Use DistributedDataParallel.
     """
     _check_model("fuse", model)
+    reshard(model)
     if fusion is None:
         fusion, strict = _best(model), False
     if not isinstance(fusion, Fusion):
@@ -236,6 +240,7 @@ def unfuse(model: nn.Module) -> list[str]:
     return names
 
 
+@between_forwards()
 def report(model: nn.Module) -> FusionReport:
     """Report which modules of `model` would run fused if it were called now.
 

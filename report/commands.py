@@ -20,6 +20,8 @@ from bench.records import KernelRow, Kernels, Run, SummaryRow
 from bench.terminal import console
 from report.comparison import compare, comparison_table
 from report.fits import fits_table
+from report.several_gpus import COLUMNS as SEVERAL_GPUS_COLUMNS
+from report.several_gpus import scaled
 from report.statistics import NOISE, summarize
 from report.table import Column, Row, number
 from report.wording import on_base
@@ -58,21 +60,34 @@ def plot_only(folder: Path) -> int:
 
 def _draw_published(figures: Path) -> list[Path]:
     """Draw the pictures of published runs beside the experiment. Return their paths."""
-    from report import committed, fp8_training, loss_curve, padding_picture, small_adapters
+    from report import (
+        committed,
+        fp8_training,
+        loss_curve,
+        padding_picture,
+        several_gpus_picture,
+        small_adapters,
+    )
 
     losses = list(committed.loaded("*/loss_curve*").values())
     adapters = committed.loaded_small_adapters()[0]
+    several = committed.loaded_several_gpus()
     return _draw_suite(store.load(committed.suite_path()), figures) + _write(figures, {
         "loss_curve": loss_curve.loss_curve_figure(losses),
         "documents": padding_picture.documents_figure(committed.chat_groups()),
         "fp8_training": fp8_training.fp8_training_figure(committed.loaded_training()),
         "small_adapters": small_adapters.small_adapters_figure(adapters),
+        "several_gpus": several_gpus_picture.several_gpus_figure(several),
     })  # fmt: skip
 
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
     """Draw every picture that the run has data for. All but the first go into the folder `others`.
     Return their paths."""
+    if run.experiment.gpus > 1:
+        from report.several_gpus_picture import several_gpus_figure
+
+        return _write(folder, {"several_gpus": several_gpus_figure([run])})
     from report.benchmark_results import benchmark_figure
     from report.kernel_time import kernel_time_figure
     from report.panels import panels_figure
@@ -180,6 +195,8 @@ def summary_table(run: Run) -> Table:
     )
     title = "Rehearsal: not a performance result" if run.rehearsal else None
     plain: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
+    if run.experiment.gpus > 1:
+        return _terminal_table(SEVERAL_GPUS_COLUMNS, scaled(run), title=title, **plain)
     plain["caption"] = "GiB: peak memory that torch allocated"
     return _terminal_table(columns, summarize(run), title=title, **plain)
 
@@ -201,6 +218,11 @@ def to_contribute(run: Run, path: Path) -> str:
 
     rows = measured_section({"": run})
     return f"\n{rows}\n\n{_to_add(run, path, 'quick.json.gz', 'docs/gpus.md')}"
+
+
+def to_contribute_several_gpus(run: Run, path: Path) -> str:
+    """Write how a run on several GPUs gets into docs/gpus.md."""
+    return _to_add(run, path, f"gpus-{run.experiment.gpus}.json.gz", "docs/gpus.md")
 
 
 def held_against_others(run: Run, path: Path) -> str:

@@ -27,6 +27,7 @@ from report.headline import (
 from report.loss_curve import losses_section
 from report.padding import ChatGroup, groups, padding_section
 from report.published import published_section
+from report.several_gpus import several_gpus_section
 from report.small_adapters import small_adapters_section
 from report.wording import PEERS, Footnote
 from variants import variant_of
@@ -78,6 +79,12 @@ def loaded_small_adapters() -> list[SmallAdapters]:
     return sorted(map(load_small_adapters, paths), key=lambda one: one.environment.gpu is None)
 
 
+def loaded_several_gpus() -> list[Run]:
+    """Return the published runs on several GPUs, those of one kind together, the fewest first."""
+    runs = loaded("*/gpus-*").values()
+    return sorted(runs, key=lambda run: (run.environment.device, run.experiment.gpus))
+
+
 def chat_groups() -> list[ChatGroup]:
     """Return the published runs `padded-NAME` and `documents-NAME`, by data set and GPU."""
     return groups(loaded("*/padded-*"), loaded("*/documents-*"), index().footnotes)
@@ -108,6 +115,7 @@ def generated_parts(run: Run) -> dict[str, str]:
         "parts": suite_tables.parts_section(suite),
         "effects": suite_tables.effects_section(suite),
         "gpus": measured_section(_by_link(run, "*/experiment", "*/quick")),
+        "several gpus": several_gpus_section(loaded_several_gpus()),
         "expected": expected_section(run, *known.cards),
         "a100": on_your_card_section(run, known.cards[0], known.card("A100")),
         "published": published_section(loaded("*/published-*"), known.footnotes),

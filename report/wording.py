@@ -8,7 +8,8 @@ from statistics import median
 
 import msgspec
 
-from bench.records import COMPARED_PACKAGES, Environment, Git, Run, SummaryRow
+from bench.experiment_records import COMPARED_PACKAGES, Environment, Git
+from bench.records import Run, SummaryRow
 from report.table import number
 from variants import AGAIN, BASELINE, BF16, SUITES, TARGETS, Variant, title_of, variant_of
 
@@ -109,6 +110,7 @@ def caption(run: Run) -> str:
     timed = [cells for key in run.measured() if (cells := run.cells_of(*key, "ok"))]
     steps = from_to(sum(len(cell.step_ms) for cell in cells) for cells in timed)
     cards = f" ({run.cards()} cards, one after the other)" if run.cards() > 1 else ""
+    gpus = f"{asked.gpus} × " if asked.gpus > 1 else ""
     rows = ", whole chats in one row" if asked.documents else ", padded" if asked.padded else ""
     where = f" on {', '.join(lora.targets)}" if len(lora.targets) < len(TARGETS) else ""
     dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
@@ -116,7 +118,7 @@ def caption(run: Run) -> str:
     found = {variant_of(variant).checkpoints for variant in asked.variants}
     checkpointing = [asked.checkpointing] * (True in found) + ["off"] * (False in found)
     facts = [
-        run.environment.device + cards, *packages_in(run.environment, COMPARED_PACKAGES),
+        gpus + run.environment.device + cards, *packages_in(run.environment, COMPARED_PACKAGES),
         asked.model + on_base(run), asked.dtype, f"batch {asked.batch_size}{rows}",
         *([f"{asked.accumulate} micro-batches a step"] if asked.accumulate > 1 else []),
         f"LoRA rank {lora.rank}{where}{dropout}",

@@ -14,6 +14,7 @@ import torch
 from cases import (
     attention_case,
     cross_entropy_case,
+    experts_case,
     log_probs_case,
     lora_attention_case,
     rms_norm_case,
@@ -32,6 +33,7 @@ from cases.operands import (
     make_linear,
     make_log_probs,
     make_lora_attention,
+    make_lora_experts,
     make_lora_mlp,
     make_norm,
     make_rope,
@@ -45,8 +47,10 @@ from fused_lora import rms_norm as norm_module
 from fused_lora import rope as rope_module
 from fused_lora.cross_entropy import linear_cross_entropy
 from fused_lora.gated_norm import gated_rms_norm
+from fused_lora.kernels.routed_rows import ClampedGate
 from fused_lora.log_probs import log_probs
 from fused_lora.lora_attention import LoRA_Attention
+from fused_lora.lora_experts import LoRA_Experts
 from fused_lora.lora_group import LoRA_Group
 from fused_lora.lora_linear import LoRA_QKV, LoRA_W
 from fused_lora.rms_norm import add_rms_norm, rms_norm
@@ -229,6 +233,18 @@ OPERATIONS = {
             partial(make_lora_mlp, activation="gelu_tanh"), ADAPTED,
             saved=("x", "down_B", "frozen.gate_weight"), usual=(3, 13), shapes=TOKENS,
             empty=NO_TOKENS, options={"r": (8, (64, 4, 1), (0, 8, 0))},
+        ),
+        Operation(
+            "LoRA_Experts", LoRA_Experts.apply, experts_case.eager, make_lora_experts,
+            ("x", "weights", *experts_case.NAMES), saved=("x", "frozen.gate_up_weight"),
+            usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
+            options={"r": ((4, 8), (16, 1), (0, 8)), "spread": ("usual", "one")},
+        ),
+        Operation(
+            "LoRA_Experts, clamped gate", LoRA_Experts.apply, experts_case.eager,
+            partial(make_lora_experts, gate=ClampedGate(1.702, 4.0)),
+            ("x", "weights", *experts_case.NAMES), saved=("x", "frozen.gate_up_weight"),
+            usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
         ),
         Operation(
             "LoRA_W", LoRA_W.apply, attention_case.lora_w, make_linear(1), OF_W,

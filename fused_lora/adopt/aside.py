@@ -20,18 +20,21 @@ WISHES = ("adapters are merged", "adapters are active", "adapters have been unlo
 
 
 def say_once(module: nn.Module, reason: str) -> None:
-    """Warn once that a module steps aside, unless the user asked for the reason."""
+    """Warn once that a module steps aside, unless the user asked for the reason. In compiled code
+    that is once for each time it is traced."""
     owner = owner_of(module) or owner_of(module, HOOKED)
-    if owner is None or torch.compiler.is_compiling():
+    if owner is None or reason in owner.reported or any(wish in reason for wish in WISHES):
         return
-    if reason in owner.told or reason in owner.reported:
-        return
-    owner.told.add(reason)
-    if not any(wish in reason for wish in WISHES):
-        warnings.warn(
-            f"a fused {type(module).__name__} stepped aside: {reason} (see fused_lora.report)",
-            stacklevel=3,
-        )
+    if torch.compiler.is_compiling():
+        _warn(type(module).__name__, reason)
+    elif reason not in owner.told:
+        owner.told.add(reason)
+        _warn(type(module).__name__, reason)
+
+
+@torch.compiler.assume_constant_result  # torch.compile calls it while it traces
+def _warn(name: str, reason: str) -> None:
+    warnings.warn(f"a fused {name} stepped aside: {reason} (see fused_lora.report)", stacklevel=4)
 
 
 def step_aside(module: nn.Module, reason: str, *inputs, **options):

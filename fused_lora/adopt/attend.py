@@ -20,7 +20,14 @@ from .projection import CAST
 
 def turns(attention: nn.Module) -> bool:
     form = known_form(attention, "Attention")
-    return form is None or not form.turns or bool(getattr(attention, form.turns))
+    if form is None or not form.turns:
+        return True
+    return attrgetter(form.turns)(attention) in (True, "rope")
+
+
+def dropout_of(attention: nn.Module) -> float:
+    """Return the dropout of attention's scores, which some classes do not have."""
+    return getattr(attention, "attention_dropout", 0.0)
 
 
 def why_not_turned(dtype: torch.dtype | None) -> str | None:
@@ -47,8 +54,11 @@ def attend(
     may be missing where the form shares them."""
     form, shared = known_form(attention, "Attention"), options.pop("shared_kv_states", None)
     by_token = qkv[0].shape[:2]
+    q_norm: Any
+    k_norm: Any
+    q_norm, k_norm = (getattr(attention, name, None) for name in form.norm_names)
     if form.norms == "features":
-        qkv = attention.q_norm(qkv[0]), attention.k_norm(qkv[1]), qkv[2]
+        qkv = q_norm(qkv[0]), k_norm(qkv[1]), qkv[2]
     q, *kv = (one.unflatten(2, (-1, attention.head_dim)) for one in qkv)
     gate: Tensor | None = None
     k: Any = None
@@ -56,11 +66,11 @@ def attend(
     if form.has_gate:  # each head's q, then its gate
         q, gate = q.unflatten(2, (-1, 2)).unbind(3)
     if form.norms == "heads":
-        q = attention.q_norm(q)
+        q = q_norm(q)
     q = q.transpose(1, 2)
     if kv:  # v may be k, as it was before its norm
         k, v = kv[0], kv[-1]
-        k = attention.k_norm(k) if form.norms == "heads" else k
+        k = k_norm(k) if form.norms == "heads" else k
         v = attention.v_norm(v) if "v_norm" in attention._modules else v
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     if turns(attention):
@@ -88,14 +98,14 @@ def attend(
         k,
         v,
         attention_mask,
-        dropout=attention.attention_dropout if attention.training else 0.0,
+        dropout=dropout_of(attention) if attention.training else 0.0,
         scaling=attention.scaling,
         **options,
     )
     attended = attended.reshape(*by_token, -1).contiguous()
     if gate is not None:
         attended = attended * torch.sigmoid(gate.flatten(2))
-    return attention.o_proj(attended), weights
+    return getattr(attention, form.output)(attended), weights
 
 
 def _turned(

@@ -15,17 +15,25 @@ from ..kernels.qkv_norm_rope import HeadNorms
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenQKV, LoRA_QKV
 from .aside import say_left, say_once, step_aside
-from .attend import attend, mask_for_attention, q_scale_of, turns, why_not_turned
+from .attend import attend, dropout_of, mask_for_attention, q_scale_of, turns, why_not_turned
+from .families import AttentionForm
 from .foreign.forwards import fused_parts_of
 from .foreign.originals import is_builtin, why_replaced
 from .four_bit.parts import why_not_input, written
 from .four_bit.reading import is_4bit
 from .known import known_form, why_not_class
-from .linear import Reads, frozen_linear, read_output, read_projections, run_alone, tensors_of
+from .linear import (
+    Reads,
+    frozen_linear,
+    read_output,
+    read_projections,
+    run_alone,
+    tensors_of,
+    traced_if_possible,
+)
 from .projection import Projection, frozen_bias, seed_for, split_projection
 from .refusal import attempt, refuse
 from .rms_norm import why_not_frozen
-from .site import having
 
 NO_CACHE_IN_TRAINING = (
     "it was given past_key_values; in training, set model.config.use_cache = False"
@@ -51,9 +59,18 @@ def split_qkv(attention: Any, reads: list[Projection]) -> list[Projection]:
     return split_projection(reads[0], _sizes(attention, len(reads[0].weight)))
 
 
+def output_of(attention: Any) -> Any:
+    """Return an attention's layer for o. In an unknown class that is o_proj."""
+    return getattr(attention, _output_name(attention), None)
+
+
+def _output_name(attention: nn.Module) -> str:
+    return (known_form(attention, "Attention") or AttentionForm()).output
+
+
 def _sizes(attention: Any, together: int) -> list[int]:
     """Return how many outputs of the one layer belong to q, k and v."""
-    q = attention.o_proj.in_features
+    q = output_of(attention).in_features
     return [q, *[(together - q) // 2] * 2]
 
 
@@ -66,9 +83,9 @@ def _frozen_qkv(reads: Sequence[Projection]) -> FrozenQKV:
 
 def head_norms_of(attention: Any) -> HeadNorms | None:
     """Return the norms of q and k as they are now, or None if there are none."""
-    if "q_norm" not in attention._modules:
+    if not (norms := _head_norms(attention)):
         return None
-    q, k = attention.q_norm, attention.k_norm
+    q, k = norms.values()
     form = known_form(q, "RMSNorm")
     q_eps, k_eps = (getattr(norm, form.eps) for norm in (q, k))
     return HeadNorms(q.weight, k.weight, q_eps, k_eps, form.zero_centered)
@@ -76,20 +93,24 @@ def head_norms_of(attention: Any) -> HeadNorms | None:
 
 def why_not_head_norms(attention: Any) -> str | None:
     """Return the reason if the norms of q and k cannot be part of a function."""
-    for name in ("q_norm", "k_norm") if "q_norm" in attention._modules else ():
-        if (reason := why_not_frozen(attention._modules[name])) is not None:
+    norms = _head_norms(attention)
+    for name, norm in norms.items():
+        if (reason := why_not_frozen(norm)) is not None:
             return f"{name}: {reason}"
-    if "q_norm" in attention._modules:
-        forms = {known_form(attention._modules[name], "RMSNorm") for name in ("q_norm", "k_norm")}
-        if len(forms) > 1:
-            return "q_norm and k_norm are norms of different forms"
+    if len({known_form(norm, "RMSNorm") for norm in norms.values()}) > 1:
+        return f"{' and '.join(norms)} are norms of different forms"
     return None
+
+
+def _head_norms(attention: Any) -> dict[str, Any]:
+    names = known_form(attention, "Attention").norm_names
+    return {name: attention._modules[name] for name in names if name in attention._modules}
 
 
 def qkv_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield attentions that have q, k and v as three layers or as one."""
-    for name, module in having("o_proj")(model):
-        if projections_of_qkv(module):
+    for name, module in model.named_modules():
+        if _output_name(module) in module._modules and projections_of_qkv(module):
             yield name, module
 
 
@@ -107,18 +128,30 @@ def turning_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def read_turning(attention: Any) -> None:
     """Raise a Refusal if our kernel cannot rotate the q and k of an attention."""
     refuse(why_not_class(attention, "Attention"))
-    refuse(why_not_turned(getattr(getattr(attention.o_proj, "weight", None), "dtype", None)))
+    refuse(why_not_turned(getattr(getattr(output_of(attention), "weight", None), "dtype", None)))
 
 
 def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, attention in qkv_attentions(model):
-        o = attention.get_submodule("o_proj")
-        if not _is_without_adapter(o):  # best left alone
-            yield f"{name}.o_proj", o
+        yield from _with_adapters(name, attention, _output_name(attention))
 
 
-def _is_without_adapter(o: nn.Module) -> bool:
-    return type(o) is nn.Linear or is_4bit(o)
+def projections_of_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the projections of convolutions and recurrences that replace attention."""
+    for name, mixer in model.named_modules():
+        if (form := known_form(mixer, "Mixer")) is not None:
+            yield from _with_adapters(name, mixer, *form.projections)
+
+
+def _with_adapters(owner: str, module: nn.Module, *names: str) -> Iterator[tuple[str, nn.Module]]:
+    for name in names:
+        projection = module.get_submodule(name)
+        if not _is_without_adapter(projection):  # best left alone
+            yield f"{owner}.{name}", projection
+
+
+def _is_without_adapter(projection: nn.Module) -> bool:
+    return type(projection) is nn.Linear or is_4bit(projection)
 
 
 def self_attention_forward(
@@ -196,16 +229,23 @@ def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Te
     names = _names_of_qkv(attention)
     is_joined = len(known_form(attention, "Attention").projections) == 1
     if reads.are_all and (is_joined or len(names) == 3):
-        read, write_again = written(attention, reads.fit)
-        qkv = split_qkv(attention, read)
-        seed = seed_for(hidden_states, *(one.dropout for one in qkv))
-        frozen = _frozen_qkv(qkv)._replace(seed=seed, write_again=write_again)
-        return LoRA_QKV.apply(hidden_states, *tensors_of(qkv), frozen)
+        return _run_together(attention, reads.fit, hidden_states)
     run = partial(run_alone, attention) if reads.fit else nn.Module.__call__
     outputs = [run(getattr(attention, name), hidden_states) for name in names]
     if not is_joined:
         return outputs
     return outputs[0].split(_sizes(attention, outputs[0].shape[-1]), -1)
+
+
+@traced_if_possible
+def _run_together(
+    attention: Any, reads: list[Projection], hidden_states: Tensor
+) -> Sequence[Tensor]:
+    read, write_again = written(attention, reads)
+    qkv = split_qkv(attention, read)
+    seed = seed_for(hidden_states, *(one.dropout for one in qkv))
+    frozen = _frozen_qkv(qkv)._replace(seed=seed, write_again=write_again)
+    return LoRA_QKV.apply(hidden_states, *tensors_of(qkv), frozen)
 
 
 def _read_rest(
@@ -215,7 +255,7 @@ def _read_rest(
     cannot run as one function."""
     if torch.compiler.is_compiling():  # the compiler has its own fusion
         return None
-    o = attention.o_proj
+    o = output_of(attention)
     if (
         why_not_as_one(attention)
         or why_not_head_norms(attention)
@@ -252,8 +292,7 @@ def why_not_sdpa(attention: Any) -> str | None:
         return reason
     if not is_builtin(F.scaled_dot_product_attention):
         return "F.scaled_dot_product_attention is not torch's own: undo that patch to run it fused"
-    if attention.attention_dropout and attention.training:
-        dropout = attention.attention_dropout
+    if (dropout := dropout_of(attention)) and attention.training:
         return f"attention_dropout is {dropout}: load the model with attention_dropout=0.0"
     if not attention.is_causal:
         return "it is not causal"

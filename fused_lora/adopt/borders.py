@@ -80,6 +80,7 @@ class Border:
 
     precision = ""  # the report adds it to such layers
     is_traced = True  # torch.compile can trace a forward on them
+    may_wait = False  # fully_shard, which takes no weights in a buffer, may come after `fuse`
 
     @staticmethod
     def why_not(layer: Any) -> str | None:
@@ -95,6 +96,9 @@ class Border:
     def take_in(base: nn.Linear) -> None:
         """Prepare a linear layer whose weight will lie in such a buffer."""
         let_save(base)
+
+    def see(self, reads: Sequence[Projection]) -> None:
+        """Note the weights that are here when `fuse` is called."""
 
     @staticmethod
     def settle(model: nn.Module) -> None:
@@ -235,6 +239,10 @@ class LayerBorders(Filling):
         for border in self.borders:
             if (buffer := border.buffer()) is not None:
                 buffer.key = None
+
+    def see(self, groups: Sequence[Sequence[Projection]]) -> None:
+        for border, reads in zip(self.borders, groups, strict=True):
+            border.see(reads)
 
     def find_or_make(
         self,

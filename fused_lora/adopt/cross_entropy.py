@@ -89,7 +89,7 @@ def read_head(model: Any, is_called: bool = False) -> nn.Linear:
     for module in modules:
         if (reason := why_call(module, own_forward=is_called)) is not None:
             raise Refusal(f"lm_head: {reason}")
-    if (reason := why_not_plain(head.weight)) is not None:
+    if (reason := why_not_plain(head, head.weight)) is not None:
         raise Refusal(f"lm_head: its weight {reason}")
     return head
 

@@ -8,6 +8,7 @@ are fixed, a row's padding becomes a separate document.
 """
 
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,11 +25,12 @@ from ..label_check import IGNORED
 from ..step import padding_seen
 from ..step.graphed_module import is_graphed
 from .attend import turns
-from .attention import read_qkv, why_not_as_one, why_not_sdpa
+from .attention import output_of, read_qkv, why_not_as_one, why_not_sdpa
 from .foreign.forwards import fused_parts_of
 from .foreign.hooks import has_hooks
 from .foreign.originals import why_replaced
 from .foreign.versions import class_forward, is_checkpointed
+from .known import known_form
 from .layer import borders_of
 from .layer_reading import attention_is_read
 from .linear import read_output
@@ -37,9 +39,13 @@ from .refusal import attempt, reason_of
 from .site import having, unfused
 
 DECODER = frozenset({"documents"})  # the parts of a decoder's fused forward
-decoders = having("embed_tokens", "layers", "norm")
 IN_NO_VOCABULARY = -1  # a label
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
+
+
+def decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for norm in ("norm", "embedding_norm"):
+        yield from having("embed_tokens", "layers", norm)(model)
 
 
 def decoder_forward(
@@ -69,6 +75,7 @@ def decoder_forward(
         and position_ids.ndim == 2
         and not _has_axes(decoder)
         and takes_documents(decoder, position_ids.shape[1])
+        and all(map(_separates_documents, decoder.layers))
     ):
         batch = next(t for t in (input_ids, options.get("inputs_embeds")) if t is not None)
         documents = documents_of(position_ids.expand(len(batch), -1))
@@ -126,7 +133,11 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
     if why_not_as_one(attention):
         return False
     reads, reason = attempt(read_qkv, attention)
-    return not reason and reads.are_all and reason_of(read_output, attention.o_proj) is None
+    return not reason and reads.are_all and reason_of(read_output, output_of(attention)) is None
+
+
+def _separates_documents(layer: Any) -> bool:
+    return known_form(layer.self_attn, "Attention").separates_documents
 
 
 def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:

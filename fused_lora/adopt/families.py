@@ -14,24 +14,30 @@ class AttentionForm(NamedTuple):
 
     projections: its layers for q, k and v. If there is only one, its outputs hold all three side
         by side.
-    norms: q_norm and k_norm act on "heads" or on all "features"; "" if there are none.
-    turns: the attribute that says whether this layer rotates q and k at all. It rotates as many
-        features of each head as there are angles.
+    output: its layer for o.
+    norms: the norms of q and k act on "heads" or on all "features"; "" if there are none.
+    norm_names: the names of these two.
+    turns: the attribute that says whether this layer rotates q and k at all: true or "rope". It
+        rotates as many features of each head as there are angles.
     interleaved: RoPE pairs neighbours of a head, not its halves.
     has_gate: q_proj gives q and a gate for each head. The gate's sigmoid multiplies what o gets.
     shares_kv: v has a norm too, k may be v's input as well, and a layer may take k and v from an
         earlier one, as in Gemma 4.
+    separates_documents: transformers' masks separate the documents of packed rows.
     scales_q: it multiplies q by a scale that grows with the position, as Llama 4 does.
     passes: options of the attention function, each with the attribute passed for it. Transformers'
         sdpa reads no softcap, so fused attention caps no scores either.
     """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
     norms: str = ""
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
     turns: str = ""
     interleaved: bool = False
     has_gate: bool = False
     shares_kv: bool = False
+    separates_documents: bool = True
     scales_q: bool = False
     passes: tuple[tuple[str, str], ...] = ()
 
@@ -40,11 +46,35 @@ class MLPForm(NamedTuple):
     """An MLP: down(activation(gate(x)) * up(x)).
 
     projections: its layers for gate and up, one or two, as for attention.
-    activation: the attribute that holds the activation.
+    activation: the attribute that holds the activation; "": it calls F.silu.
+    output: its layer for down.
     """
 
     projections: tuple[str, ...] = ("gate_proj", "up_proj")
     activation: str = "act_fn"
+    output: str = "down_proj"
+
+
+class MixerForm(NamedTuple):
+    """A convolution or a recurrence instead of attention. It stays the library's.
+
+    projections: its linear layers. Each is a function on its own.
+    """
+
+    projections: tuple[str, ...] = ("in_proj", "out_proj")
+
+
+class ExpertsForm(NamedTuple):
+    """The experts of a mixture: down(activation(gate(x)) * up(x)) each, of gate_up_proj [experts,
+    2 intermediate, hidden] and down_proj, and a sum by routing weights.
+
+    activation: the attribute that holds the activation.
+    is_clamped: it computes as gpt-oss, with biases and a clamped gate. gate_up_proj is [experts,
+        hidden, 2 intermediate], and gate and up take turns in its columns.
+    """
+
+    activation: str = "act_fn"
+    is_clamped: bool = False
 
 
 class NormForm(NamedTuple):
@@ -125,6 +155,8 @@ class Family(NamedTuple):
     loss: LossForm | None = LossForm()
     delta_net: DeltaNetForm | None = None
     gated_norm: GatedNormForm | None = None
+    experts: ExpertsForm | None = None
+    mixer: MixerForm | None = None
     names: dict[str, str] = {}  # noqa: RUF012
     whole: bool = False
 
@@ -147,6 +179,7 @@ WINDOWED = AttentionForm(passes=OWN_WINDOW)
 NORMED_HEADS = AttentionForm(norms="heads", passes=OWN_WINDOW)
 GATE_UP = MLPForm(("gate_up_proj",), "activation_fn")
 MIXTURE = LossForm(has_router=True)
+EXPERTS = ExpertsForm()
 GEMMA_NORM = NormForm(zero_centered=True, eps="eps")
 GEMMA_LAYER = LayerForm(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
@@ -172,16 +205,32 @@ FAMILIES = (
     Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
            loss=LossForm(divided_by="logits_scaling"), whole=True),
+    # its attention and its shared MLP: the experts and Mamba layers beside them are PEFT's
+    Family("granitemoehybrid", "GraniteMoeHybrid",
+           AttentionForm(turns="config.position_embedding_type", separates_documents=False),
+           MLPForm(("input_linear",), "activation", "output_linear"), layer=None,
+           loss=LossForm(divided_by="logits_scaling", has_router=True), mixer=MixerForm(),
+           names={"Mixer": "GraniteMoeHybridMambaLayer"}),
+    Family("lfm2", "Lfm2",
+           AttentionForm(output="out_proj", norms="heads",
+                         norm_names=("q_layernorm", "k_layernorm")),
+           MLPForm(("w1", "w3"), "", "w2"), layer=None, mixer=MixerForm(),
+           names={"Mixer": "Lfm2ShortConv"}),
     Family("glm4", "Glm4", AttentionForm(interleaved=True), GATE_UP, layer=GLM_LAYER, whole=True),
     Family("glm", "Glm", AttentionForm(interleaved=True), GATE_UP, whole=True),
     Family("ernie4_5", "Ernie4_5", AttentionForm(interleaved=True), whole=True),
     Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=OUTPUT_NORMS, whole=True),
     Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW),
            layer=OUTPUT_NORMS, whole=True),
-    # in a mixture of experts, `mlp` takes the MLPs that are not experts
-    Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE),
-    Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE),
-    Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE),
+    Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE, experts=EXPERTS),
+    Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE, experts=EXPERTS),
+    Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE,
+           experts=EXPERTS),
+    Family("qwen3_5_moe", "Qwen3_5Moe", AttentionForm(norms="heads", has_gate=True),
+           norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS),
+    # its attention has sinks
+    Family("gpt_oss", "GptOss", None, None, layer=None, loss=MIXTURE,
+           experts=ExpertsForm(is_clamped=True)),
     Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),
     Family("gemma2", "Gemma2", AttentionForm(passes=(*OWN_WINDOW, SOFT_CAP)), norm=GEMMA_NORM,
            layer=GEMMA_LAYER, loss=GEMMA_LOSS, whole=True),
@@ -220,11 +269,13 @@ FAMILIES = (
 KINDS = {
     "Attention": ("attention", "Attention"),
     "MLP": ("mlp", "MLP"),
+    "Experts": ("experts", "Experts"),
     "RMSNorm": ("norm", "RMSNorm"),
     "Layer": ("layer", "DecoderLayer"),
     "ForCausalLM": ("loss", "ForCausalLM"),
     "GatedDeltaNet": ("delta_net", "GatedDeltaNet"),
     "RMSNormGated": ("gated_norm", "RMSNormGated"),
+    "Mixer": ("mixer", "Mixer"),
 }
 FORMS: dict[str, dict[str, Any]] = {
     kind: {

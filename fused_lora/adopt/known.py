@@ -13,6 +13,7 @@ from .foreign.parallel import is_fsdp
 
 KNOWN_TO = {
     "MLP": "an MLP class that we know, down(activation(gate) * up)",
+    "Experts": "an experts class that we know, down(activation(gate) * up) each",
     "Attention": "an attention class that we know",
     "RMSNorm": "a norm class that we know, weight * (x / rms(x))",
     "NormedLayer": "a layer class that we know",
@@ -20,6 +21,7 @@ KNOWN_TO = {
     "ForCausalLM": "a class that we know, with its loss from lm_head alone",
     "GatedDeltaNet": "a gated delta net that we know",
     "RMSNormGated": "a gated norm class that we know, weight * (x / rms(x)) * silu(gate)",
+    "Mixer": "a convolution or a recurrence whose projections we know",
 }
 # Functions and methods that the forwards of these classes call, and that fused ones compute
 # themselves.

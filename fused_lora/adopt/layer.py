@@ -27,7 +27,7 @@ from .attend import mask_for_attention, q_scale_of, turns
 from .attention import head_norms_of, why_not_inputs
 from .borders import Border, LayerBorders
 from .foreign.forwards import fused_parts_of
-from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
+from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp, is_sharded, may_shard_later
 from .foreign.versions import class_forward
 from .four_bit.border import PackedBorder
 from .known import known_form
@@ -83,15 +83,20 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         owner.borders.handover, owner.borders.scratches = handover, scratches
         owner.borders.replica_of = replica_of
         reads, reason = attempt(_read, layer)
-        # on the CPU it cannot run before the model is moved
-        if not reason and _runs_on(reads[0][0].weight.device):
-            owner.borders.find_or_make(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
+        if not reason:
+            owner.borders.see(reads)
+            if not _waits(reads[0][0].weight, owner.borders.kind):
+                owner.borders.find_or_make(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
         for base in base_layers(layer):
             owner.borders.kind.take_in(base)
 
 
-def _runs_on(device: torch.device) -> bool:
-    return device.type != "cpu" or not isinstance(_extend_rows_kernel, triton.JITFunction)
+def _waits(weight: Tensor, kind: type[Border]) -> bool:
+    """Return True if a layer's weights stay where they are until its first forward: where it cannot
+    run before the model is moved, or where fully_shard may take them."""
+    if weight.device.type == "meta" or is_sharded(weight) or (kind.may_wait and may_shard_later()):
+        return True
+    return weight.device.type == "cpu" and isinstance(_extend_rows_kernel, triton.JITFunction)
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -65,8 +65,8 @@ def attention_is_read(layer: Any, kind: type[Border]) -> bool:
 
 def _read_one(owner: Any, name: str, kind: type[Border]) -> Projection:
     projection = owner._modules[name]
-    # o_proj may have a fused forward, for when the layer steps aside
-    own_forward = name != "o_proj" or not fused_parts_of(projection)
+    # attention's o may have a fused forward, for when the layer steps aside
+    own_forward = not fused_parts_of(projection)
     return read_projection(projection, own_forward, kind.why_not_base)
 
 
@@ -101,11 +101,9 @@ def base_layers(layer: Any) -> Iterator[Any]:
 
 def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
     """Return, for each of GROUPS, the module that has its projections, and their names."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [
-        (attention, known_form(attention, "Attention").projections), (attention, ("o_proj",)),
-        (mlp, known_form(mlp, "MLP").projections), (mlp, ("down_proj",)),
-    ]  # fmt: skip
+    owners = {"Attention": layer.self_attn, "MLP": layer.mlp}
+    forms = [(owner, known_form(owner, kind)) for kind, owner in owners.items()]
+    return [(owner, names) for owner, form in forms for names in (form.projections, (form.output,))]
 
 
 def parts_and_ranks(
@@ -149,9 +147,6 @@ def _why_not_parts(layer: Any) -> str | None:
         return reason
     if "self_attn" not in layer._modules:
         return "it has a gated delta net, no attention: it runs in parts"
-    if type(layer).__bases__[0].__name__ == "FSDPModule":
-        call = "fully_shard(model, ignored_params=frozen)"
-        return f"fully_shard shards layers: fuse first, then {call} alone"
     attention, mlp = layer.self_attn, layer.mlp
     for name, kind in (("self_attn", "Attention"), ("mlp", "MLP")):
         part = layer._modules[name]

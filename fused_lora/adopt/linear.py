@@ -1,9 +1,11 @@
 """A single projection, run as LoRA_W: attention's o, or one of a group (an MLP's, or those that
 share an input) in which another cannot run fused."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..lora_linear import FrozenLinear, LoRA_W
@@ -17,7 +19,6 @@ from .projection import (
     read_projection,
     seed_for,
     trains_bias,
-    why_not_dropout_here,
 )
 from .refusal import Refusal, attempt, refuse
 
@@ -52,10 +53,26 @@ def read_projections(module: Any, names: Sequence[str]) -> Reads:
             reads.fit.append(read)
     if reads.left and not any(len(one.A) for one in reads.fit):
         raise Refusal(": ".join(next(iter(reads.left.items()))))
-    refuse(why_not_dropout_here(reads.fit))
     if not reads.left:
         refuse(why_unloaded(module, reads.fit))
     return reads
+
+
+def traced_if_possible(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Have ``run(module, reads, ...)`` run between compiled code if torch.compile cannot trace it.
+
+    Weights in 4 bits are written to addresses. With dropout, compiled code might draw other masks
+    when a checkpoint recomputes it.
+    """
+    untraced = torch.compiler.disable(run)
+
+    @wraps(run)
+    def chosen(module: nn.Module, reads: list[Projection], *inputs: Any) -> Any:
+        if torch.compiler.is_compiling() and any(one.is_packed or one.dropout for one in reads):
+            return untraced(module, reads, *inputs)
+        return run(module, reads, *inputs)
+
+    return chosen
 
 
 def tensors_of(reads: Sequence[Projection]) -> list[Tensor | None]:
@@ -76,11 +93,12 @@ def run_alone(module: nn.Module, projection: nn.Module, x: Tensor) -> Tensor:
     read, reason = attempt(read_projection, projection)
     if reason or not len(read.A) or why_not_input(x, [read]):
         return projection(x)
-    return _lora_w(module, read, x)
+    return _lora_w(module, [read], x)
 
 
-def _lora_w(module: nn.Module, read: Projection, x: Tensor) -> Tensor:
-    (read,), write_again = written(module, [read])
+@traced_if_possible
+def _lora_w(module: nn.Module, reads: list[Projection], x: Tensor) -> Tensor:
+    (read,), write_again = written(module, reads)
     seed = seed_for(x, read.dropout)
     frozen = frozen_linear(read)._replace(seed=seed, write_again=write_again)
     return LoRA_W.apply(x, *tensors_of([read]), frozen)
@@ -91,9 +109,7 @@ def _lora_w(module: nn.Module, read: Projection, x: Tensor) -> Tensor:
 
 def read_output(projection: nn.Module) -> Projection:
     refuse(why_not_own_forward(projection))
-    read = read_projection(projection, own_forward=False)
-    refuse(why_not_dropout_here([read]))
-    return read
+    return read_projection(projection, own_forward=False)
 
 
 def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
@@ -102,4 +118,4 @@ def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *res
         reason = "it was given more than its input"
     if reason := reason or why_not_input(x, [read]):
         return step_aside(projection, reason, x, *rest, **options)
-    return _lora_w(projection, read, x)
+    return _lora_w(projection, [read], x)

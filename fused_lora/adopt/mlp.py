@@ -1,9 +1,10 @@
 """The switch `mlp`: the forward it sets on an MLP."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import GELUTanh
 
@@ -12,26 +13,33 @@ from fused_mlp.utils import ACTIVATIONS
 
 from ..rerun import saving_last
 from .aside import say_left, step_aside
+from .families import MLPForm
 from .foreign.originals import is_builtin
 from .four_bit.parts import why_not_input, written
 from .known import known_form, why_not_class
-from .linear import Reads, read_projections, run_alone
+from .linear import Reads, read_projections, run_alone, traced_if_possible
 from .projection import Projection, bias_of, seed_for, split_projection, why_call
 from .refusal import attempt, refuse
-from .site import having
 
 
 def mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield MLPs that have gate and up as two layers or as one."""
-    for name, module in having("down_proj")(model):
-        if module._modules.keys() & {"gate_proj", "gate_up_proj"}:
+    """Yield MLPs that have gate and up as two layers or as one. Unknown classes are included."""
+    for name, module in model.named_modules():
+        output = _named_form(module).output
+        if output in module._modules and projections_of(module) - {output, "up_proj"}:  # a gate
             yield name, module
+
+
+def _named_form(mlp: nn.Module) -> MLPForm:
+    """Return the form with the names of an MLP's layers; in an unknown class, Llama's."""
+    return known_form(mlp, "MLP") or MLPForm()
 
 
 def read_mlp(mlp: nn.Module) -> Reads:
     """Return gate, up and down as they are now; gate and up may be one projection."""
     refuse(why_not_class(mlp, "MLP") or why_not_activation(mlp))
-    return read_projections(mlp, (*known_form(mlp, "MLP").projections, "down_proj"))
+    form = known_form(mlp, "MLP")
+    return read_projections(mlp, (*form.projections, form.output))
 
 
 def split_gate_up(reads: list[Projection]) -> list[Projection]:
@@ -41,7 +49,13 @@ def split_gate_up(reads: list[Projection]) -> list[Projection]:
 
 def activation_of(mlp: Any) -> str:
     """Return LoRA_MLP's name for an MLP's activation, or its class's name if it has none."""
-    activation = getattr(mlp, known_form(mlp, "MLP").activation)
+    if not (name := known_form(mlp, "MLP").activation):
+        return "silu"
+    return activation_name(getattr(mlp, name))
+
+
+def activation_name(activation: Any) -> str:
+    """Return LoRA_MLP's name for an activation, or its class's name if it has none."""
     if isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation":
         return "silu"
     if type(activation) is GELUTanh:
@@ -53,10 +67,17 @@ def activation_of(mlp: Any) -> str:
 
 def why_not_activation(mlp: Any) -> str | None:
     """Return the reason if we do not know the MLP's activation, or must call its module."""
-    name = known_form(mlp, "MLP").activation
-    activation = getattr(mlp, name)
-    if activation_of(mlp) not in ACTIVATIONS:
-        known = " or ".join(ACTIVATIONS.values())
+    if not (name := known_form(mlp, "MLP").activation):
+        return None
+    return why_not_one_of(ACTIVATIONS, mlp, name)
+
+
+def why_not_one_of(activations: Collection[str], module: Any, name: str) -> str | None:
+    """Return the reason if the activation in this attribute is none of these, or if we must call
+    its module."""
+    activation = getattr(module, name)
+    if activation_name(activation) not in activations:
+        known = " or ".join(ACTIVATIONS[one] for one in activations)
         return f"its activation is {type(activation).__name__}, not {known}"
     if (reason := why_call(activation)) is not None:
         return f"{name}: {reason}"
@@ -70,7 +91,12 @@ def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
     if reads.left:
         say_left(mlp, reads.left)
         return _run_apart(mlp, x)
-    (*both, down), write_again = written(mlp, reads.fit)
+    return _run_together(mlp, reads.fit, x)
+
+
+@traced_if_possible
+def _run_together(mlp: nn.Module, reads: list[Projection], x: Tensor) -> Tensor:
+    (*both, down), write_again = written(mlp, reads)
     gate, up = split_gate_up(both)
     every = gate, up, down
     frozen = FrozenMLP(
@@ -96,8 +122,10 @@ def _run_apart(mlp: Any, x: Tensor) -> Tensor:
     form = known_form(mlp, "MLP")
     outputs = [run_alone(mlp, getattr(mlp, name), x) for name in form.projections]
     gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-    return run_alone(mlp, mlp.down_proj, getattr(mlp, form.activation)(gate) * up)
+    activation = getattr(mlp, form.activation) if form.activation else F.silu
+    return run_alone(mlp, getattr(mlp, form.output), activation(gate) * up)
 
 
 def projections_of(mlp: nn.Module) -> set[str]:
-    return mlp._modules.keys() & {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+    form = _named_form(mlp)
+    return mlp._modules.keys() & {"gate_up_proj", *form.projections, form.output}

@@ -19,6 +19,7 @@ from ..rerun import once
 from .foreign.forwards import STAND_IN, fused_parts_of, has_own_forward, why_not_own_forward
 from .foreign.hooks import has_hooks
 from .foreign.originals import why_patched
+from .foreign.parallel import is_fsdp, is_sharded, why_sharded
 from .four_bit.reading import is_4bit, is_4bit_lora, stand_in_for, why_not_4bit
 from .fp8.checkpoint import hint_for_codes, hint_for_layer
 from .refusal import Refusal, refuse
@@ -59,7 +60,7 @@ def why_not_base(base: nn.Module) -> str | None:
     if type(base) is not nn.Linear:
         return why_not_4bit(base) if is_4bit(base) else _not_linear(base)
     weight = _parameter(base, "weight")
-    if (reason := why_not_plain(weight)) is not None:
+    if (reason := why_not_plain(base, weight)) is not None:
         return f"its base weight {reason}"
     if weight.requires_grad:
         return BASE_IS_TRAINED
@@ -83,7 +84,7 @@ def read_projection(
         return _without_adapter(projection)
     if projection.merged:
         raise Refusal("adapters are merged into the weight: unmerge_adapter() takes them out")
-    adapter = None if projection.disable_adapters else _active_adapter(projection)
+    adapter = None if projection.disable_adapters else active_adapter(projection)
     # nn.Module finds a submodule only after failing to find an attribute, 3x slower
     parts = projection._modules
     lora_A: Any = parts["lora_A"]
@@ -116,7 +117,7 @@ def read_projection(
     return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base, is_packed)
 
 
-def _active_adapter(projection: Any) -> str:
+def active_adapter(projection: Any) -> str:
     active = projection.active_adapters
     if len(active) != 1:
         named = ", ".join(active) or "none"
@@ -143,14 +144,6 @@ def _dropout_of(dropout: Any) -> float:
             "its lora_dropout is inplace, and so changes what others get: set its inplace to False"
         )
     return dropout.p
-
-
-def why_not_dropout_here(projections: Sequence[Projection]) -> str | None:
-    """Return the reason if projections have dropout inside compiled code, where only whole layers
-    draw it: compiled code may draw other masks when a checkpoint recomputes it."""
-    if torch.compiler.is_compiling() and any(one.dropout for one in projections):
-        return "lora_dropout within torch.compile: ask for layer=True, or do not compile"
-    return None
 
 
 def seed_for(x: Tensor, *dropouts: float | None) -> Tensor | None:
@@ -239,12 +232,15 @@ def _parameter(module: nn.Module, name: str) -> Any:
     return getattr(module, name) if found is module else found
 
 
-def why_not_plain(weight: Any) -> str | None:
-    """Return the reason if a weight is not a plain tensor in a dtype that our kernels support."""
-    if type(weight).__name__ == "DTensor":
-        return "is sharded (DTensor): its forward is fused if fuse came before fully_shard"
-    is_ours = isinstance(weight, PlacedWeight)
-    if not (is_ours or type(weight) in (nn.Parameter, Tensor)) or not weight.is_floating_point():
+def why_not_plain(module: nn.Module, weight: Any) -> str | None:
+    """Return the reason if a module's weight is not a plain tensor in a dtype that our kernels
+    support. One that FSDP2 shards is plain during a forward."""
+    is_plain = isinstance(weight, PlacedWeight) or type(weight) in (nn.Parameter, Tensor)
+    if is_sharded(weight):
+        if (reason := why_sharded(module)) is not None:
+            return reason
+        is_plain = True
+    if not is_plain or not weight.is_floating_point():
         return f"is quantised or wrapped ({type(weight).__name__}): {UNQUANTISED}"
     if weight.dtype in DTYPES:
         return None
@@ -258,6 +254,8 @@ def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
     """
     cls = type(module)
     if has_hooks(module):
+        if is_fsdp(cls):
+            return "fully_shard shards it by itself: call fully_shard(layer) on whole layers alone"
         return "it has hooks, which a fused function would not call: remove them"
     is_traced = torch.compiler.is_compiling()
     if "forward" not in vars(module) and not is_traced and _UNPATCHED.get(cls) is cls.forward:

@@ -31,7 +31,7 @@ def why_not_norm(norm: Any) -> str | None:
         return reason
     if getattr(norm, "weight", None) is None:
         return "it has no weight"
-    reason = why_not_plain(norm.weight)
+    reason = why_not_plain(norm, norm.weight)
     return None if reason is None else f"its weight {reason}"
 
 
@@ -95,7 +95,7 @@ def read_gated_norm(norm: Any, dtype: torch.dtype | None = None) -> None:
     activation = getattr(norm, known_form(norm, "RMSNormGated").activation)
     if activation != "silu":
         raise Refusal(f"its activation is {activation}, not silu")
-    if (reason := why_not_plain(norm.weight)) is not None:
+    if (reason := why_not_plain(norm, norm.weight)) is not None:
         raise Refusal(f"its weight {reason}")
     if dtype not in (None, *DTYPES):
         raise Refusal(f"its input is {dtype}: {CAST}")

@@ -5,7 +5,7 @@ The report lists them in this order. It has no other meaning.
 
 from functools import partial
 
-from . import attention, cross_entropy, delta_net, layer, linear, mlp, rms_norm
+from . import attention, cross_entropy, delta_net, experts, layer, linear, mlp, rms_norm
 from .borders import Border
 from .four_bit.reading import why_not_norms
 from .fp8.border import Fp8Border
@@ -17,6 +17,9 @@ MLP = Site(
     mlp.mlps, mlp.read_mlp, mlp.mlp_forward, units=mlp.projections_of,
     left=lambda reads: reads.left, why_not_there=why_not_norms,
 )  # fmt: skip
+EXPERTS = Site(
+    experts.experts, experts.read_experts, experts.experts_forward, units=experts.parameters_of
+)
 QKV = Site(
     attention.qkv_attentions, attention.read_qkv, attention.self_attention_forward,
     units=attention.projections_of_qkv, left=lambda reads: reads.left,
@@ -32,6 +35,7 @@ DELTA_NET = Site(
     why_not_there=why_not_norms,
 )  # fmt: skip
 DELTA_OUTPUT = OUTPUT._replace(candidates=delta_net.output_projections_of_delta_nets)
+MIXER_PROJECTION = OUTPUT._replace(candidates=attention.projections_of_mixers)
 TURNING = Site(
     attention.turning_attentions, attention.read_turning, attention.self_attention_forward
 )
@@ -49,13 +53,18 @@ LAYER = Site(rms_norm.normed_layers, layer.check_layer, layer.layer_forward)
 
 # --- parts ----------------------------------------------------------------------------------------
 
-NO_MLP = "it has no MLP with gate_proj, up_proj and down_proj (a mixture's experts stay PEFT's)"
+NO_MLP = (
+    "it has no MLP with gate_proj, up_proj and down_proj, and no experts with adapters "
+    "(LoraConfig's target_parameters)"
+)
 NO_ATTENTION = "it has no attention with q_proj, k_proj and v_proj"
 NO_HEAD = "it has no lm_head, or PEFT computes its own loss from the logits (CPT)"
 NO_LAYER = "it has no decoder layer with self_attn, post_attention_layernorm and mlp"
 SWITCHES = {
-    "mlp": Part((MLP,), NO_MLP, "projections"),
-    "attention": Part((QKV, OUTPUT, DELTA_NET, DELTA_OUTPUT), NO_ATTENTION, "projections"),
+    "mlp": Part((MLP, EXPERTS), NO_MLP, "projections"),
+    "attention": Part(
+        (QKV, OUTPUT, DELTA_NET, DELTA_OUTPUT, MIXER_PROJECTION), NO_ATTENTION, "projections"
+    ),
     "rope": Part((TURNING,), NO_ATTENTION, "attentions"),
     "rms_norm": Part((NORM, GATED_NORM, NORMED_LAYER), "it has no RMSNorm", "norms"),
     "cross_entropy": Part((LOSS,), NO_HEAD, "losses"),

@@ -9,9 +9,11 @@ For Qwen2.5-3B these matrices are 154 MB, and both passes over all layers write 
 import itertools
 from collections.abc import Hashable, Sequence
 
+import torch
 from torch import Tensor
 
-from ..kernels.dequantize_4bit import Dequantize4bit, Packed4bit
+from ..kernels.dequantize_4bit import Dequantize4bit
+from ..kernels.packed_4bit import Packed4bit
 from .buffer import Buffer
 
 SERIALS = itertools.count()  # of what takes turns
@@ -40,17 +42,30 @@ class ScratchBuffer(Buffer):
     """A `Buffer` whose weights are written into a `Scratch`.
 
     weights: those of its projections, [out_i, in] each: packed, or plain ones that are copied.
-    bias: [out + width] or None.
+    bias: [out + width] or None. biases: [out_i] or None each, copied into it; none: it stays.
     """
 
     def __init__(
-        self, scratch: Scratch, weights: Sequence[Packed4bit | Tensor], bias: Tensor | None
+        self,
+        scratch: Scratch,
+        weights: Sequence[Packed4bit | Tensor],
+        bias: Tensor | None,
+        biases: Sequence[Tensor | None] = (),
     ):
         self._scratch = scratch
         self.serial = next(SERIALS)
         outs = [one.shape[0] for one in weights]
         super().__init__(scratch.memory, bias, sum(outs), weights[0].shape[1])
-        self._weights_and_rows = list(zip(weights, self.weight.split(outs), strict=True))
+        self._packed: list[tuple[Packed4bit, Tensor]] = []
+        self._plain: list[tuple[Tensor, Tensor]] = []
+        for weight, rows in zip(weights, self.weight.split(outs), strict=True):
+            if isinstance(weight, Packed4bit):
+                self._packed.append((weight, rows))
+            else:
+                self._plain.append(_as_words(weight.detach(), rows))
+        if bias is not None and biases:
+            pairs = zip(biases, bias[: sum(outs)].split(outs), strict=True)
+            self._plain += [(one, part) for one, part in pairs if one is not None]
         self._dequantize = Dequantize4bit()
 
     @property
@@ -65,16 +80,25 @@ class ScratchBuffer(Buffer):
     @staticmethod
     def encode(buffers: Sequence["ScratchBuffer"]) -> None:
         """Write the weights of these buffers into their matrices, in one launch."""
-        serials = tuple(one.serial for one in buffers)
-        buffers[0]._dequantize.write(serials, lambda: _packed_in(buffers))
+        codes = [packed.codes for one in buffers for packed, _ in one._packed]
+        key = *(one.serial for one in buffers), *(one.data_ptr() for one in codes)
+        buffers[0]._dequantize.write(key, lambda: _packed_in(buffers))
         for buffer in buffers:
-            for weight, rows in buffer._weights_and_rows:
-                if isinstance(weight, Tensor):
-                    rows.copy_(weight)
+            for plain, to in buffer._plain:
+                to.copy_(plain)
+
+
+def _as_words(weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """View both as words of 8 bytes where they allow it. PyTorch copies into rows with gaps element
+    by element, which takes longer the smaller these are."""
+    elements = 8 // weight.element_size()
+    sizes = (size for one in (weight, rows) for size in (one.stride(0), one.storage_offset()))
+    if weight.dtype != rows.dtype or any(size % elements for size in (weight.shape[1], *sizes)):
+        return weight, rows
+    return weight.view(torch.int64), rows.view(torch.int64)
 
 
 def _packed_in(buffers: Sequence[ScratchBuffer]) -> tuple[list[Packed4bit], list[Tensor]]:
     """Return the packed weights of these buffers, and the rows they are written into."""
-    every = [pair for buffer in buffers for pair in buffer._weights_and_rows]
-    packed = [(weight, rows) for weight, rows in every if isinstance(weight, Packed4bit)]
-    return [weight for weight, _ in packed], [rows for _, rows in packed]
+    every = [pair for buffer in buffers for pair in buffer._packed]
+    return [weight for weight, _ in every], [rows for _, rows in every]

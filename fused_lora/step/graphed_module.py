@@ -6,16 +6,14 @@ decoder, though, and these we capture: one graph from the decoder's inputs to it
 one from their gradient to the gradients of its parameters. The head, the loss, the metrics and the
 update stay outside, as the trainer has them.
 
-Autograd sees one function. Its backward copies the gradient into a buffer and replays the second
-graph, which adds to each parameter's `.grad`. Activations stay in the graphs' memory in between, so
-no other graph with a backward runs before it: a second forward runs eagerly.
+Autograd sees one function (`replays.py`). Activations stay in the graphs' memory until its
+backward, so a second forward before that runs eagerly.
 
 https://docs.pytorch.org/docs/stable/notes/cuda.html#partial-network-capture
 """
 
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
@@ -23,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .capture import Cuda, noting
 from .checkpoint import policies_in
@@ -31,6 +28,7 @@ from .graph import EAGER_CALLS
 from .graph_checks import addresses_of, form_of
 from .masks import MASK, LayersWithoutMask
 from .padding_seen import PaddingSeen
+from .replays import CapturedModule, Replays, copy_into
 
 HIDDEN = "last_hidden_state"
 CACHES = ("past_key_values", "cache")  # as transformers up to 5.23 names it, and from 5.24 on
@@ -65,6 +63,7 @@ class GraphedModule:
         self.module, self.state_of, self.forget = module, state_of, forget
         self.max_graphs = max_graphs
         self.told: set[str] = set()
+        self._replays = Replays()
         self._names = [*inspect.signature(type(module).forward).parameters][1:]
         self.reset()
 
@@ -75,9 +74,8 @@ class GraphedModule:
         # graphs with a backward hold activations that no other replay may overwrite
         self._cuda = {True: self._backend(device), False: self._backend(device)}
         self._forms: dict[Hashable, _Form] = {}
-        self._sums: dict[Tensor, Tensor] = {}
+        self._replays.reset()
         self._padding = PaddingSeen()
-        self._waiting: weakref.ref[_Call] | None = None  # for its backward
 
     @property
     def captured(self) -> int:
@@ -115,7 +113,7 @@ class GraphedModule:
             form.eager_calls += 1
             with form.without_mask.noted():
                 return self._cuda[with_gradients].run(lambda: self._eager(**inputs))
-        if self._waiting is not None and self._waiting() is not None and with_gradients:
+        if with_gradients and self._replays.is_waiting:
             self._say("a second forward before the backward of the first runs eagerly")
             return self._eager(**inputs)
         if form.captured is None:
@@ -126,7 +124,8 @@ class GraphedModule:
                 reason = (str(error).splitlines() or [""])[0]
                 self._say(f"a forward cannot be captured: {type(error).__name__}: {reason}")
                 return self._eager(**inputs)
-        return self._replay(form.captured, inputs)
+        hidden = self._replays.run(form.captured, inputs)
+        return form.captured.output_class(**{HIDDEN: hidden})
 
     def _form_of(self, inputs: dict[str, Any], with_gradients: bool, count: int) -> "_Form | None":
         """Return the form of a call, None if it has to run eagerly."""
@@ -168,7 +167,9 @@ class GraphedModule:
 
     # --- capture ----------------------------------------------------------------------------------
 
-    def _capture(self, form: "_Form", inputs: dict[str, Any], trained: list[Tensor]) -> "_Captured":
+    def _capture(
+        self, form: "_Form", inputs: dict[str, Any], trained: list[Tensor]
+    ) -> CapturedModule:
         cuda = self._cuda[form.with_gradients]
         buffers = {
             name: torch.empty(one.shape, dtype=one.dtype, device=self._parameters[0].device)
@@ -176,14 +177,14 @@ class GraphedModule:
             else one
             for name, one in inputs.items()
         }
-        _copy(inputs, buffers)
+        copy_into(buffers, inputs)
         if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in trained):
             raise ValueError("a parameter has hooks, which a graph would not call: remove them")
         causes: list[Exception] = []
         noted = noting(causes)
         gradients = [one.grad for one in trained]
         for one in trained:
-            self._sums.setdefault(one, torch.zeros_like(one))
+            self._replays.sums.setdefault(one, torch.zeros_like(one))
             one.grad = None
         try:
             with form.without_mask.kept():  # backward may recompute layers
@@ -202,7 +203,7 @@ class GraphedModule:
         finally:  # a capture does nothing yet
             for one, held in zip(trained, gradients, strict=True):
                 one.grad = held
-        return _Captured(
+        return CapturedModule(
             buffers, type(output), hidden.detach(), gradient, received, replay_forward,
             replay_backward, addresses_of(self._parameters), policies_in(self.module),
         )  # fmt: skip
@@ -229,50 +230,9 @@ class GraphedModule:
         with torch.autocast(hidden.device.type, enabled=False):  # as outside the forward
             torch.autograd.backward([hidden], [gradient])
         received = [one for one in trained if one.grad is not None]
-        sums = [self._sums[one] for one in received]
+        sums = [self._replays.sums[one] for one in received]
         torch._foreach_add_(sums, [one.grad for one in trained if one.grad is not None])
         return received
-
-    # --- replay -----------------------------------------------------------------------------------
-
-    def _replay(self, captured: "_Captured", inputs: dict[str, Any]) -> Any:
-        _copy(inputs, captured.inputs)
-        if captured.replay_backward is None:
-            captured.replay_forward()
-            hidden = captured.hidden.clone()
-        else:
-            call = _Call(self, captured)
-            self._waiting = weakref.ref(call)
-            hidden = _Replayed.apply(torch.empty(0, requires_grad=True), call)
-        return captured.output_class(**{HIDDEN: hidden})
-
-    def hold_gradients(self, received: list[Tensor]) -> None:
-        """Make every `.grad` the tensor that the graphs add to, keeping its value."""
-        empty = []
-        for parameter in received:
-            held = self._sums[parameter]
-            if parameter.grad is None:
-                empty.append(held)
-            elif parameter.grad is not held:
-                held.copy_(parameter.grad)
-            parameter.grad = held
-        if empty:
-            torch._foreach_zero_(empty)
-
-
-@dataclass(eq=False)
-class _Captured:
-    """One form's graphs, and the memory that they read and write."""
-
-    inputs: dict[str, Any]
-    output_class: type
-    hidden: Tensor
-    gradient: Tensor
-    received: list[Tensor]  # the parameters that get a gradient
-    replay_forward: Callable[[], None]
-    replay_backward: Callable[[], None] | None
-    addresses: dict[str, Any]
-    policies: set[Any]  # kept alive: they own the host memory for offload
 
 
 @dataclass(eq=False)
@@ -283,50 +243,12 @@ class _Form:
     without_mask: LayersWithoutMask
     eager_calls: int = 0
     refused: bool = False
-    captured: _Captured | None = None
-
-
-@dataclass(eq=False)
-class _Call:
-    """A replayed forward. Autograd keeps it alive until its backward, or as long as it can come."""
-
-    owner: GraphedModule
-    captured: _Captured
-
-
-class _Replayed(torch.autograd.Function):
-    """The graphs as autograd sees them. `anchor` requires a gradient and gets none."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: _Call) -> Tensor:
-        ctx.call = call
-        call.captured.replay_forward()
-        return call.captured.hidden.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        owner, captured = ctx.call.owner, ctx.call.captured
-        if owner._waiting is None or owner._waiting() is not ctx.call:
-            raise RuntimeError(
-                "graph_steps: a second backward through one forward: its activations are gone"
-            )
-        captured.gradient.copy_(gradient)
-        owner.hold_gradients(captured.received)
-        captured.replay_backward()
-        owner._waiting = None
-        return None, None
+    captured: CapturedModule | None = None
 
 
 def is_graphed(module: nn.Module) -> bool:
     """Return True if a call of this module replays graphs, whose shapes should not change."""
     return isinstance(vars(module).get("forward"), GraphedModule)
-
-
-def _copy(inputs: dict[str, Any], buffers: dict[str, Any]) -> None:
-    for name, value in inputs.items():
-        if isinstance(value, Tensor):
-            buffers[name].copy_(value, non_blocking=True)
 
 
 def _autocast_on(device_type: str) -> torch.dtype | None:

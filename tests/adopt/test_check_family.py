@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "dev"))
 import check_family
 
 # One of each form that two families share; each is compared with the others' classes only.
-KNOWN = ("llama", "mistral", "qwen3", "olmo3", "gemma", "phi3")
+KNOWN = ("llama", "mistral", "qwen3", "olmo3", "gemma", "phi3", "mixtral")
 
 
 @pytest.mark.parametrize("module", KNOWN)

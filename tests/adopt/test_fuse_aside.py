@@ -47,6 +47,15 @@ def test_a_reason_that_nobody_asked_for_is_said_once_and_a_wish_never(calls, dev
     assert said_by(run) == [] and len(calls) == 4
 
 
+def test_compiled_code_says_so_while_it_is_traced(device):
+    fused, _, _ = pair(device, MLP_ON)
+    mlp = layers(fused)[0].mlp
+    mlp.up_proj.lora_dropout["default"] = torch.nn.Dropout(1.0)
+    mlp.compile(backend="eager")
+    said = said_by(lambda: logits(fused))
+    assert said and all("Qwen2MLP stepped aside: up_proj: lora_dropout is 1.0" in w for w in said)
+
+
 def test_what_the_report_of_fuse_said_is_not_said_again(device):
     model = peft_model(device)
     for name in ("mlp.up_proj", "self_attn.k_proj"):

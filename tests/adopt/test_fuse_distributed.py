@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt.layer import borders_of
 
 FUSIONS = {
     "attention": Fusion(attention=True),  # with rope it is another function
@@ -139,25 +140,23 @@ def test_fully_sharded_is_right(fusion, group, device):
     assert_runs_and_is_right(lambda model: shard(model, device), fusion, device)
 
 
-def test_the_report_of_a_sharded_model_says_that_its_weights_are_gathered(group, device):
-    model = peft_model(device)
-    before = fuse(model, Fusion(mlp=True, attention=True, rms_norm=True))
-    done = report(shard(model, device))
-    assert done.left.keys() == {name for names in before.fused.values() for name in names}
-    for reason in done.left.values():
-        assert "is sharded (DTensor): its forward is fused if" in reason
-
-
-def test_fusing_a_sharded_model_is_a_value_error(group, device):
+@pytest.mark.parametrize("fusion", [FUSIONS["all"], LAYER], ids=["all", "layer"])
+def test_the_report_of_a_sharded_model_says_what_its_next_forward_runs(fusion, group, device):
     model = shard(peft_model(device), device)
-    for part in ("mlp", "attention", "rms_norm"):
-        with pytest.raises(ValueError, match=r"is sharded.*if fuse came before fully_shard"):
-            fuse(model, Fusion(**{part: True}))
+    found = fuse(model, fusion)
+    assert found.counts == fuse(peft_model(device), fusion).counts
+    step_of(model)  # the root keeps what it has gathered; a layer's weights are freed
+    for layer in model.get_submodule(LAYERS):
+        for border in getattr(borders_of(layer), "borders", ()):
+            assert not any(one.untyped_storage().nbytes() for one, _ in border.buffer()._plain)
+    assert report(model) == fuse(model, fusion) == found
+    assert not found.left
 
 
-def test_weights_in_bordered_buffers_are_not_sharded(group, device):
+def test_layers_are_sharded_before_their_first_forward_or_not_at_all(group, device):
     model = peft_model(device)
     fuse(model, LAYER)
+    step_of(model)
     with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters"):
         shard(model, device)
 

@@ -21,7 +21,7 @@ from cases.peft_models import ATTENTION, LAYERS, MLP, assert_equal
 from cases.reference import masked, relative_error, unpacked
 from torch import nn
 
-from fused_lora import Fusion, fuse, report
+from fused_lora import Fusion, fuse
 from fused_lora.adopt import projection
 from fused_mlp import dropout, utils
 
@@ -250,13 +250,6 @@ def test_evaluation_is_exact(name, device):
             module.lora_dropout.eval()
     without.train()
     assert torch.equal(model(**inputs).loss, without(**inputs).loss)
-
-
-def test_parts_are_left_to_peft_within_torch_compile(device, monkeypatch):
-    model = model_with(PARTS, device)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    (reason,) = {*report(model).left.values()}
-    assert reason == "lora_dropout within torch.compile: ask for layer=True, or do not compile"
 
 
 # --- in CUDA graphs -------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
-"""Fused models on two ranks, under DistributedDataParallel as trainers set it up and under FSDP2:
-they train as one process trains vanilla PEFT on all batches, and without a warning."""
+"""Fused models on two ranks, under DistributedDataParallel as trainers set it up, and under FSDP2
+with the base on each rank or sharded: they train as one process trains vanilla PEFT on all batches,
+and without a warning."""
 
 import copy
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -27,14 +29,25 @@ from fused_lora import Fusion, fuse, report, unfuse
 
 RANKS, UPDATES = 2, 3
 EVERYTHING = Fusion(**ALL, layer=True, checkpoint="full")
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 ADAPTERS = StateDictOptions(ignore_frozen_params=True, strict=False)
-IN_4_BITS = {"change": quantised}
+# FSDP2 shards floating point alone
+IN_4_BITS = {
+    "change": partial(quantised, quant_storage=torch.float32),
+    "config": {"intermediate_size": 140},
+}
 
 
 def shard_adapters(model):
     """Replicate the base model, shard adapters, gather them once a step."""
     return fully_shard(model, ignored_params={p for p in model.parameters() if not p.requires_grad})
+
+
+def shard_all(model):
+    """Shard each layer with its adapters, and then the rest."""
+    for layer in model.get_submodule(LAYERS):
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def ddp(**options):
@@ -46,6 +59,8 @@ WRAPPED = {
     "gradient_as_bucket_view": ddp(gradient_as_bucket_view=True),
     "static_graph": ddp(static_graph=True),
     "FSDP2": shard_adapters,
+    "FSDP2, all": shard_all,
+    "FSDP2, all, before fuse": shard_all,
 }
 FUSED = {
     "layer": (LAYER, {}),
@@ -53,6 +68,15 @@ FUSED = {
     "layer, 4 bits": (LAYER, IN_4_BITS),
     "parts, 4 bits": (Fusion(**ALL), IN_4_BITS),
 }
+
+
+def wrapped_and_fused(model, how, fusion):
+    if how.endswith("before fuse"):
+        wrapped = WRAPPED[how](model)
+        fuse(model, fusion)
+        return wrapped
+    fuse(model, fusion)
+    return WRAPPED[how](model)
 
 
 def without_sync(model, how):
@@ -66,8 +90,7 @@ def trained(rank, device, how, fused):
     fusion, options = FUSED[fused]
     model = peft_model(device, **options)
     plain, start = copy.deepcopy(model), dict(copy.deepcopy(model).named_parameters())
-    fuse(model, fusion)
-    wrapped = WRAPPED[how](model)
+    wrapped = wrapped_and_fused(model, how, fusion)
     assert not report(model).left
     optimizers = [
         torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1)
@@ -106,25 +129,29 @@ def trained(rank, device, how, fused):
     }
 
 
-TRIED = [(how, "layer") for how in WRAPPED] + [
-    (how, fused) for how in ("find_unused_parameters", "FSDP2") for fused in [*FUSED][1:]
+TRIED = [
+    *((how, "layer") for how in WRAPPED),
+    *((how, fused) for how in ("find_unused_parameters", "FSDP2, all") for fused in [*FUSED][1:]),
+    ("FSDP2", "everything, full"),
+    ("FSDP2, all, before fuse", "layer, 4 bits"),
 ]
 
 
-@pytest.mark.slow("find_unused_parameters-layer", "FSDP2-everything, full")
+@pytest.mark.slow(
+    "find_unused_parameters-layer", "FSDP2-everything, full", "FSDP2, all-everything, full"
+)
 @pytest.mark.parametrize(("how", "fused"), TRIED)
 def test_two_ranks_train_as_one_process_does_on_all_batches(how, fused):
     errors, others = on_ranks(RANKS, trained, how, fused)
     assert errors and max(errors.values()) < 1e-4
-    assert others or how == "FSDP2"
+    assert others or how.startswith("FSDP2")
 
 
-def kept(rank, device, fused, folder):
+def kept(rank, device, how, fused, folder):
     """Save sharded adapters, lose and load them, and take the model back."""
     fusion, options = FUSED[fused]
     model = peft_model(device, **options)
-    fuse(model, fusion)
-    shard_adapters(model)
+    wrapped_and_fused(model, how, fusion)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1)
     tokens = ids(device, rank)[:, :SHORT]
@@ -153,10 +180,16 @@ def kept(rank, device, fused, folder):
     return {"loss": want, "unfused": step(update=False), "tokens": tokens}
 
 
-@pytest.mark.slow("layer")
-@pytest.mark.parametrize("fused", ["layer", "layer, 4 bits"])
-def test_sharded_adapters_are_saved_loaded_and_unfused(fused, tmp_path, device):
-    first, second = on_ranks(RANKS, kept, fused, tmp_path)
+@pytest.mark.slow("FSDP2, all, before fuse-layer")
+@pytest.mark.parametrize(
+    ("how", "fused"),
+    [
+        ("FSDP2", "layer"), ("FSDP2", "layer, 4 bits"), ("FSDP2, all, before fuse", "layer"),
+        ("FSDP2, all", "layer, 4 bits"),
+    ],
+)  # fmt: skip
+def test_sharded_adapters_are_saved_loaded_and_unfused(how, fused, tmp_path, device):
+    first, second = on_ranks(RANKS, kept, how, fused, tmp_path)
     assert first["loss"] != second["loss"]
     base = peft_model(device, **FUSED[fused][1]).unload()
     loaded = PeftModel.from_pretrained(base, tmp_path)
@@ -167,16 +200,21 @@ def test_sharded_adapters_are_saved_loaded_and_unfused(fused, tmp_path, device):
         assert loss == pytest.approx(one["loss"], rel=1e-4)
 
 
-def sharded_layers(rank, device):
+def mixed(rank, device):
+    """Shard one part of a layer by itself, and call a layer by itself."""
     model = peft_model(device)
-    fuse(model, LAYER)
-    frozen = {p for p in model.parameters() if not p.requires_grad}
-    for layer in model.get_submodule(LAYERS):
-        fully_shard(layer, ignored_params=frozen)
-    shard_adapters(model)
-    (reason, *_) = report(model).left.values()
-    assert "fuse first, then fully_shard(model, ignored_params=frozen) alone" in reason
+    first, second = model.get_submodule(LAYERS)
+    fully_shard(first.mlp)
+    shard_all(model)
+    (reason,) = fuse(model, LAYER).left.values()
+    assert "mlp: fully_shard shards it by itself: call fully_shard(layer)" in reason
+    hidden = torch.zeros(1, 2, 52, device=device, requires_grad=True)
+    with (
+        pytest.warns(UserWarning, match="is sharded .* call the model"),
+        pytest.raises(RuntimeError, match="and DTensor"),
+    ):
+        second.forward(hidden, position_embeddings=(hidden, hidden))
 
 
-def test_sharded_layers_name_the_call_that_keeps_them_whole():
-    on_ranks(1, sharded_layers)
+def test_layers_that_fsdp_does_not_gather_whole_name_the_call_that_does():
+    on_ranks(1, mixed)

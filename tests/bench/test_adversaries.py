@@ -11,7 +11,7 @@ from cases.rehearsal_case import WITHOUT_GPU, measured_cells, plan_of
 
 import models
 import trainer
-from bench import audit, cells
+from bench import audit, cells, preparing
 from fused_lora import unfuse
 from fused_mlp import LoRA_MLP
 from variants import Lora
@@ -24,7 +24,7 @@ SEQ_LEN, STEPS = 16, 4
 def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adversaries")
     plan = plan_of(folder, "--seq-lens", str(SEQ_LEN), "--steps", str(STEPS))
-    cells.prepare_run(lambda message: None, plan)
+    preparing.prepare_run(lambda message: None, plan)
     return plan
 
 

@@ -11,7 +11,7 @@ from cases.rehearsal_case import ROOT, small
 
 import lora_bench
 from batches import sha256_of
-from bench import machine, options, planning, published
+from bench import machine, option_checks, options, planning, published
 from bench import results as store
 from bench.weights import resolve
 from variants import EXPERIMENT_ON_NF4
@@ -60,6 +60,9 @@ HUGE = "9" * 20
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--steps", HUGE, "--rounds", "1"], "tokens a round"),
         (["--accumulate", HUGE], "tokens a round"),
+        (["--gpus", "0"], "--gpus 0: give 1 to 64"),
+        (["--gpus", "2", "--interleave", "2"], "--gpus does not read --interleave: leave that out"),
+        (["--gpus", "2", "--variants", "fused_layer_graph", "--device", "cpu"], "a CUDA graph "),
         (["--steps", "5", "--rounds", "2"], "does not spread evenly over --rounds 2"),
         (["--rounds", HUGE], f"--rounds {HUGE}: give 1 to 1000"),
         (["--turns", "-1"], "--interleave -1: give 0 or more"),
@@ -89,13 +92,15 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, tmp_path, arguments, word
 
 
 def test_packages_and_a_gpu_that_are_not_there(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(options, "find_spec", lambda package: None)
+    monkeypatch.setattr(option_checks, "find_spec", lambda package: None)
     line = bad(capsys, tmp_path, "--device", "cpu", "--base", "nf4")
     assert '--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"\n' in line
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
     assert "no NVIDIA GPU is visible" in bad(capsys, tmp_path, "--device", "cuda")
     monkeypatch.setattr(options, "missing_package", lambda variant: "unsloth")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
+    assert "--gpus 4: 2 visible here; give that or fewer" in bad(capsys, tmp_path, "--gpus", "4")
     line = bad(capsys, tmp_path, "--variants", "full_unsloth")
     assert "Unsloth is not installed; pip install -r dev/requirements/peers.txt" in line
 
@@ -234,7 +239,7 @@ GIVEN = {  # every option, as it is given
     "accumulate": ["2"], "targets": ["q_proj"], "lora_dropout": ["0.1"],
     "rank": ["8"], "steps": ["4"], "rounds": ["2"], "interleave": ["9"], "model": ["x.json"],
     "base": ["nf4"], "checkpointing": ["off"], "padded": [], "documents": [], "data": ["x.jsonl"],
-    "seed": ["1"], "device": ["cpu"],
+    "seed": ["1"], "gpus": ["2"], "device": ["cpu"],
     "out": ["x"], "cache": ["x"], "cell_timeout": ["9"], "allow_shared_gpu": [], "kernels": [],
     "plot_only": [], "quick": [], "merge": ["a", "b"], "fits": ["24"], "compare": ["a", "b"],
 }  # fmt: skip

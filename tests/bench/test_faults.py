@@ -15,7 +15,7 @@ import pytest
 from cases import example_results as example
 from cases.rehearsal_case import plan_of
 
-from bench import cells, experiment, folders, machine, options
+from bench import cells, experiment, folders, machine, options, preparing
 from bench import processes as isolated
 from bench import results as store
 from bench.records import Cell, Floor
@@ -39,7 +39,7 @@ def run_cells(plan, tmp_path, monkeypatch):
             if function is cells.measure_cells:
                 assert silence_limit_s == TIMEOUT_S
                 return worker(*rest, on_message) or isolated.Ended(None, "")
-            if function is cells.measure_floor:
+            if function is preparing.measure_floor:
                 on_message({"floor": {n: Floor(1.0, []) for n in rest[0]}})
             return isolated.Ended(None, "")
 

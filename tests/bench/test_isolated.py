@@ -147,6 +147,43 @@ def test_who_ends_in_its_turn_leaves_the_rest_to_the_others(tmp_path):
     assert [one.error for one in ended] == [None, "killed by SIGKILL", SILENT, None]
 
 
+def send_name(send, name, then=None):
+    send(name)
+    if then:
+        then(send)
+    time.sleep(0 if name == "quick" else 600)
+
+
+@pytest.mark.parametrize(
+    ("each", "error", "last_words"),
+    [
+        ([("quick",), ("quick",)], None, ""),
+        (
+            [("slow",), ("quick", send_one_then_raise)],
+            "process 1: ended with exit code 1",
+            "the reason",
+        ),
+        ([("slow",), ("quick", send_one_then_be_killed)], "process 1: killed by SIGKILL", ""),
+        ([("slow",), ("over",)], None, ""),  # `on_message` has heard enough
+        ([("slow",), ("slow",)], SILENT, ""),
+    ],
+)
+def test_processes_at_once_end_with_the_first_that_fails_or_when_enough_is_heard(
+    each, error, last_words
+):
+    heard, began = [], time.monotonic()
+
+    def hear(index, message):
+        heard.append((index, message))
+        return message == "over"
+
+    ended = isolated.run_at_once(send_name, each, hear, SILENCE_LIMIT_S)
+    assert {(1, each[1][0])} <= {*heard} <= {(0, each[0][0]), (1, each[1][0]), (1, "kept")}
+    assert ended.error == error and ended.output_tail.endswith(last_words)
+    assert time.monotonic() - began < isolated.EXIT_GRACE_S
+    assert multiprocessing.active_children() == []
+
+
 def be_killed_while_waiting(send, folder, name, wait_for_turn=None):
     """Let a kill b in its turn, while b waits."""
     Path(folder, name).write_text(str(os.getpid()))

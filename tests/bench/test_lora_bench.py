@@ -15,7 +15,7 @@ from cases import example_results as example
 from cases.rehearsal_case import ROOT, WITHOUT_GPU, InThread, small
 
 import lora_bench
-from bench import cells, options, published
+from bench import cells, option_checks, options, published
 from bench import processes as isolated
 from bench import results as store
 from bench.records import Cell
@@ -124,7 +124,7 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
 ):
     """Interrupt the first round, kill the second, then let it finish, at the shortest length
     allowed."""
-    least, _ = options.LIMITS["seq_lens"]
+    least, _ = option_checks.LIMITS["seq_lens"]
     asked = command(tmp_path, "--variants", "vanilla_peft", "--rounds", "2", "--steps", "8",
                     "--seq-lens", str(least))  # fmt: skip
     # a shell starts what runs in its background with Ctrl-C ignored

@@ -8,8 +8,8 @@ import pynvml
 import pytest
 
 from bench import machine
+from bench.experiment_records import Environment, Gpu
 from bench.machine import CLOCK_REASONS, Conditions, Sample, conditions_of, other_processes, sample
-from bench.records import Environment, Gpu
 
 POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
 IDLE = pynvml.nvmlClocksThrottleReasonGpuIdle
@@ -24,6 +24,7 @@ class Driver:
     def __init__(self, monkeypatch):
         self.answers = {
             "nvmlInit": None,
+            "nvmlDeviceGetCount": 2,
             "nvmlDeviceGetHandleByIndex": "handle",
             "nvmlDeviceGetHandleByUUID": "another handle",
             "nvmlDeviceGetPowerUsage": 690_500,
@@ -137,6 +138,15 @@ def test_the_gpu_that_is_asked_is_the_first_that_cuda_sees(visible, asked, drive
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine.has_gpu() is bool(asked)
     assert driver.asked[-1:] == asked
+
+
+def test_the_gpus_that_cuda_sees_are_named_in_its_order(driver, monkeypatch):
+    assert machine.visible_gpus() == ["0", "1"]
+    driver.answers["nvmlInit"] = NO_DRIVER
+    assert machine.visible_gpus() == []
+    for visible, names in (("3, 1", ["3", "1"]), ("1,-1,0", ["1"]), ("", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert machine.visible_gpus() == names
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from cases.peft_models import assert_equal
 from cases.rehearsal_case import measured_cells, plan_of
 
 from batches import Batch
-from bench.cells import Block, prepare_run
+from bench.cells import Block
 from bench.fp8_products import fp8_products
 from bench.parity import (
     LIMIT,
@@ -21,6 +21,7 @@ from bench.parity import (
     judge,
     make_reference,
 )
+from bench.preparing import prepare_run
 from models import Built
 from variants import Settings
 

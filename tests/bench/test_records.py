@@ -33,7 +33,12 @@ OTHERS = set((ROOT / "docs").rglob("*.json*")) - LOADED_BY.keys()
 PUBLISHED = [ROOT / "results.json", *sorted(OTHERS)]
 
 
-NEWER = {"accumulate": 1, "documents": False, "base": "bf16"}  # fields that the first files lack
+NEWER = {
+    "accumulate": 1,
+    "documents": False,
+    "base": "bf16",
+    "gpus": 1,
+}  # fields that the first files lack
 
 
 def bytes_of(path):
@@ -59,7 +64,8 @@ def test_every_other_published_file_loads_and_nothing_of_it_is_lost(path):
 def with_todays_id(found):
     """Return the ids of a part of a file as of today, and the fields that the file lacks."""
     if isinstance(found.get("variant"), str):
-        newer = {"card": found.get("card")} if "kernel_ms" in found else {}
+        usual = {"card": None, "gpus": []} if "kernel_ms" in found else {}
+        newer = {name: found.get(name, value) for name, value in usual.items()}
         return {"variant": OLD_IDS.get(found["variant"], found["variant"]), **newer}
     if "variants" in found:
         ids = [OLD_IDS.get(id, id) for id in found["variants"]]

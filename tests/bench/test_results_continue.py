@@ -9,7 +9,7 @@ from cases.one_line import refused
 from msgspec.structs import replace
 
 from bench import results
-from bench.records import Git, Tokens
+from bench.experiment_records import Git, Tokens
 from report.statistics import summarize
 
 LORA, ADAMW = example.experiment().lora, example.experiment().optimizer

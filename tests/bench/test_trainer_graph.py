@@ -15,7 +15,7 @@ from test_trainer import FakeClock, Line, make_batches
 import models
 import trainer as trainer_module
 from batches import Batch
-from bench import audit, cells, options
+from bench import audit, options, preparing
 from fused_lora.step.graph import EAGER_CALLS
 from models import Graph
 from trainer import MAX_WARMUP_STEPS, MIN_WARMUP_STEPS, Trainer
@@ -170,7 +170,7 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
         "--batch-size", "4", "--steps", "3", "--rounds", "1",
         *(["--allow-shared-gpu"] if device == "cuda" else []),
     )  # fmt: skip
-    cells.prepare_run(lambda message: None, plan)
+    preparing.prepare_run(lambda message: None, plan)
     losses = []
     for variant, is_graph in (("vanilla_graph", True), ("vanilla_peft_no_checkpointing", False)):
         found = measured_cells(plan, variant, *((1, n) for n in plan.seq_lens))

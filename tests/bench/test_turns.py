@@ -10,7 +10,7 @@ from cases.rehearsal_case import WITHOUT_GPU, InThread, plan_of, small
 
 import lora_bench
 import trainer
-from bench import cells, experiment, machine, runner
+from bench import cells, experiment, machine, preparing, runner
 from bench import processes as isolated
 from bench import results as store
 from bench.profiler import Profile
@@ -58,7 +58,8 @@ GIB = 2**30
 def plan(**changed):
     usual = {"variants": VARIANTS, "seq_lens": (16, 32), "rounds": 1, "steps": 2, "interleave": 2,
              "quick": False, "device": "cpu", "allow_shared_gpu": False, "cell_timeout_s": 60.0,
-             "base": "bf16", "source": SimpleNamespace(size_bytes=lambda: 6 * GIB)}  # fmt: skip
+             "base": "bf16", "source": SimpleNamespace(size_bytes=lambda: 6 * GIB),
+             "gpus": 1}  # fmt: skip
     return SimpleNamespace(**usual | changed)
 
 
@@ -242,7 +243,7 @@ def test_later_rounds_of_a_length_find_their_step_warm_and_are_profiled_no_more(
 ):
     """Make a quick run: three rounds at one length, then one at another."""
     asked = plan_of(tmp_path, "--seq-lens", "16", "24", "--steps", "2", "--accumulate", "2")
-    cells.prepare_run(lambda message: None, asked)
+    preparing.prepare_run(lambda message: None, asked)
     made, real = [], trainer.Trainer
     monkeypatch.setattr(cells, "Trainer", lambda *how: made.append(real(*how)) or made[-1])
     sent = []

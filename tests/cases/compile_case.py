@@ -23,6 +23,7 @@ from fused_lora.kernels import (
     output_gate,
     qkv_norm_rope,
     qkv_rope,
+    routed_rows,
 )
 from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products
@@ -91,6 +92,15 @@ def launch_parts():
     swiglu_backward(gate, gate, gate)
     geglu_forward(gate, gate)
     geglu_backward(gate, gate, gate)
+    both, routed = empty(TOKENS, 2 * COLUMNS), empty(TOKENS)
+    for addend, narrow in ((both, gate), (None, None)):
+        routed_rows.routed_swiglu_forward(both, addend, 2.0, routed)
+        routed_rows.routed_swiglu_backward(gate, narrow, 2.0, both, routed)
+        routed_rows.sum_routed(gate, narrow, 2.0, empty(TOKENS // 8, 8, dtype=torch.int64))
+    clamped, experts = routed_rows.ClampedGate(1.702, 7.0), empty(TOKENS, dtype=torch.int64)
+    bias = empty(8, 2 * COLUMNS)
+    routed_rows.routed_swiglu_forward(both, both, 2.0, routed, clamped, bias, experts)
+    routed_rows.routed_swiglu_backward(gate, gate, 2.0, both, routed, clamped)
     rms_norm.rms_norm_forward(x, x, weight, 1e-6)
     rms_norm.rms_norm_backward(x, x, x, weight, empty(TOKENS, dtype=torch.float32), True)
     rms_norm.rms_norm_forward(x, None, weight, 1e-6, zero_centered=True)

@@ -6,17 +6,8 @@ import msgspec
 from msgspec.structs import replace
 
 from bench import results as results_file
-from bench.records import (
-    Cell,
-    Environment,
-    Experiment,
-    Floor,
-    Git,
-    Gpu,
-    Optimizer,
-    Run,
-    Tokens,
-)
+from bench.experiment_records import Environment, Experiment, Git, Gpu, Optimizer, Tokens
+from bench.records import Cell, Floor, Run
 from variants import SUITES, Lora, Settings, variant_of
 
 PACKAGES = {

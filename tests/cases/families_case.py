@@ -37,7 +37,7 @@ TEXT = {
     "use_cache": False,
 }
 # Every token takes all experts. With more of them, bf16 would choose by luck.
-EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2,
+TOP_2 = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2,
            "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
            "experts_implementation": "eager"}  # fmt: skip
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -51,8 +51,8 @@ SIGLIP = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
           "intermediate_size": 48, "image_size": 28, "patch_size": 14}  # fmt: skip
 
 
-OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5")  # have a separate configuration without vision
-ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R")
+OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")  # have a configuration without vision
+ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R", "Qwen3_5MoeR")
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,11 @@ class Family:
     config: changes to TEXT. vision: the vision tower's configuration, if it is multimodal.
     fused: the modules that a part fuses in each layer, if not the USUAL ones. A layer's number in
         front means that layer alone.
+    last_norm: the name of the norm behind the layers.
     others: modules that a part fuses outside the text tower's layers.
     left: the other modules, or parts without any, and what the report says about them.
     functions: how often attention's functions appear in the graph of the loss.
+    lora: changes to LoraConfig.
     not_whole: why its layers do not run whole, if they do not. in_parts: why the first one does
         not, if the second does.
     image_token: given if we test the model on an image of four patches.
@@ -75,9 +77,11 @@ class Family:
     config: dict = field(default_factory=dict)
     vision: dict | None = None
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    last_norm: str = "norm"
     others: dict[str, tuple[str, ...]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=lambda: ONE)
+    lora: dict = field(default_factory=dict)
     not_whole: str = ""
     in_parts: str = ""
     image_token: int | None = None
@@ -104,7 +108,7 @@ class Family:
 
     def peft_model(self, device, dtype=torch.float32, **lora):
         model = self.base_model(dtype)
-        options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | lora
+        options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | self.lora | lora
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT warns about tied layers
             model = get_peft_model(
@@ -129,7 +133,7 @@ class Family:
                 if ":" not in name or name.startswith(layer)
             ]
         if self.fused.get("rms_norm", USUAL):
-            found["rms_norm"].append(f"{prefix}.norm")
+            found["rms_norm"].append(f"{prefix}.{self.last_norm}")
         for part, names in self.others.items():
             found[part] += [f"base_model.model.{name}" for name in names]
         found["cross_entropy"] = ["base_model.model"]
@@ -191,7 +195,8 @@ GEMMA_4 = {
 }
 GEMMA_4_NORMS = (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:], "self_attn.v_norm")
 PER_LAYER = {"rms_norm": ("model.per_layer_projection_norm",)}
-EXPERTS_ARE_PEFTS = {"mlp": "a mixture's experts stay PEFT's"}
+# which PEFT takes for Qwen3-MoE's and Mixtral's gate_proj, up_proj and down_proj
+EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
     "Llama": Family("Llama"),
@@ -214,17 +219,52 @@ FAMILIES = {
         "Granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.3, "logits_scaling": 3.0,
                     "embedding_multiplier": 2.0},
     ),
+    "Granite 4, hybrid": Family(
+        "GraniteMoeHybrid",
+        EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4,
+                   "mamba_d_state": 8, "mamba_chunk_size": 4, "shared_intermediate_size": 24,
+                   "position_embedding_type": "rope", "attention_multiplier": 0.3,
+                   "residual_multiplier": 0.3, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
+        fused={"mlp": ("shared_mlp",), "rope": ("1:self_attn",),
+               "attention": ("0:mamba.in_proj", "0:mamba.out_proj", "1:self_attn",
+                             "1:self_attn.o_proj")},
+        functions={"LoRA_Attention": 1, "LoRA_W": 2}, not_whole="it has no decoder layer with",
+    ),
+    "LFM2": Family(
+        "Lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        fused={"mlp": ("feed_forward",), "rope": ("1:self_attn",),
+               "attention": ("0:conv.in_proj", "0:conv.out_proj", "1:self_attn",
+                             "1:self_attn.out_proj"),
+               "rms_norm": ("operator_norm", "ffn_norm", "1:self_attn.q_layernorm",
+                            "1:self_attn.k_layernorm")},
+        last_norm="embedding_norm",
+        functions={"LoRA_Attention": 1, "LoRA_W": 2}, not_whole="it has no decoder layer with",
+    ),
     "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),
     "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),
     "Qwen3-MoE": Family(
-        "Qwen3Moe", EXPERTS, fused={"rms_norm": OF_HEADS}, left=EXPERTS_ARE_PEFTS,
+        "Qwen3Moe", TOP_2, fused={"mlp": ("mlp.experts",), "rms_norm": OF_HEADS},
         not_whole=MIXTURE,
     ),
     "Qwen2-MoE": Family(
-        "Qwen2Moe", EXPERTS, fused={"mlp": ("mlp.shared_expert",)}, not_whole=MIXTURE,
+        "Qwen2Moe", TOP_2, fused={"mlp": ("mlp.shared_expert", "mlp.experts")}, lora=EXPERTS,
+        not_whole=MIXTURE,
     ),
     "Mixtral": Family(
-        "Mixtral", EXPERTS | {"sliding_window": 4}, left=EXPERTS_ARE_PEFTS, not_whole=MIXTURE,
+        "Mixtral", TOP_2 | {"sliding_window": 4}, fused={"mlp": ("mlp.experts",)},
+        not_whole=MIXTURE,
+    ),
+    "Qwen3.5-MoE": Family(
+        "Qwen3_5Moe", TOP_2 | QWEN_3_5, lora=EXPERTS, **QWEN_3_5_PARTS | {
+            "fused": QWEN_3_5_PARTS["fused"] | {"mlp": ("mlp.shared_expert", "mlp.experts")},
+            "not_whole": "Qwen3_5MoeDecoderLayer is not a layer class",
+        },
+    ),
+    "gpt-oss": Family(
+        "GptOss", TOP_2 | WINDOW | {"layer_types": ["full_attention"] * 2}, lora=EXPERTS,
+        fused={"mlp": ("mlp.experts",), "attention": ("self_attn.o_proj",), "rope": ()},
+        left=not_known("GptOssAttention"), functions={"LoRA_W": 2},
+        not_whole="GptOssDecoderLayer is not a layer class",
     ),
     "Gemma": Family("Gemma"),
     "Gemma 2": Family(

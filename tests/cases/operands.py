@@ -7,6 +7,7 @@ import torch
 from cases import (
     attention_case,
     cross_entropy_case,
+    experts_case,
     lora_attention_case,
     lora_mlp_case,
     rms_norm_case,
@@ -15,6 +16,7 @@ from cases import (
 from cases.reference import ADAPTER_NAMES, random
 from torch import Tensor
 
+from fused_lora.kernels.routed_rows import SWIGLU
 from fused_lora.lora_group import FrozenGroup
 from fused_lora.rms_norm import rms_norm
 
@@ -121,6 +123,31 @@ def make_lora_attention(shape, *, dtype, device, r=8, bias=True, adapter_dtype=N
         )
     names = ("x", "cos", "sin", "mask", *lora_attention_case.NAMES, "frozen")
     return Case(dict(zip(names, inputs, strict=True)), [gradient])
+
+
+def make_lora_experts(
+    shape,
+    *,
+    dtype,
+    device,
+    r=(4, 8),
+    spread="usual",
+    adapter_dtype=None,
+    frozen_dtype=None,
+    gate=SWIGLU,
+):
+    x, gradient = (
+        random(*shape, experts_case.HIDDEN, dtype=dtype, device=device, seed=seed)
+        for seed in (1, 2)
+    )
+    adapters, frozen = experts_case.mixture(
+        frozen_dtype or dtype, device, r=r, adapter_dtype=FP32, gate=gate
+    )
+    adapters = in_dtypes(adapters, adapter_dtype or dtype)
+    chosen = experts_case.choices(*shape, spread=spread, device=device)
+    weights = random(*chosen.shape, dtype=dtype, device=device, seed=3).abs()
+    names = ("x", "weights", *experts_case.NAMES, "chosen", "frozen")
+    return Case(dict(zip(names, (x, weights, *adapters, chosen, frozen), strict=True)), [gradient])
 
 
 def make_norm(function):

@@ -268,6 +268,7 @@ def test_checkpointed_gradients_are_bitwise_equal(kind, operation, device):
     assert_equal(run(operation, operation.case(device), function), usual(operation, device))
 
 
+BY_TOKEN = ("x", "weights", "chosen")
 # a seed's masks are those of a batch
 WITHOUT_DROPOUT = [operation for operation in OF_PRODUCTS if "dropout" not in operation.name]
 
@@ -279,7 +280,9 @@ def test_micro_batches_add_up_to_one_batch(operation, device):
     def accumulated(function):
         leaves = leaves_of(operation, case)
         for i in range(4):
-            given = [leaves[name][i : i + 1] if name == "x" else leaves[name] for name in leaves]
+            given = [
+                leaves[name][i : i + 1] if name in BY_TOKEN else leaves[name] for name in leaves
+            ]
             gradients = [gradient[i : i + 1] for gradient in case.gradients]
             torch.autograd.backward(as_tuple(function(*given)), gradients)
         return {f"gradient of {name}": leaves[name].grad for name in operation.trained}

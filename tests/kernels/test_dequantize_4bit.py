@@ -11,13 +11,8 @@ from cases.reference import random
 from cases.refusal import apart, assert_refused, on_meta
 
 from fused_lora.kernels import dequantize_4bit as module
-from fused_lora.kernels.dequantize_4bit import (
-    MAX_TABLES,
-    Dequantize4bit,
-    Nested,
-    Packed4bit,
-    dequantize_4bit,
-)
+from fused_lora.kernels.dequantize_4bit import MAX_TABLES, Dequantize4bit, dequantize_4bit
+from fused_lora.kernels.packed_4bit import Nested, Packed4bit
 
 FP4 = [0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4]
 VALUES = {"nf4": [i / 7.5 - 1 + i / 100 for i in range(16)], "fp4": FP4 + [-x for x in FP4]}

@@ -17,6 +17,7 @@ from fused_lora.kernels import (
     output_gate,
     qkv_norm_rope,
     qkv_rope,
+    routed_rows,
     swiglu_products_backward,
     swiglu_products_forward,
 )
@@ -86,6 +87,17 @@ ARGUMENTS = {
         "grad": ones(4, 6), "attended": ones(4, 6), "raw": ones(4, 16), "head_dim": 3,
         "grad_raw": ones(4, 16),
     },
+    routed_rows.routed_swiglu_forward: {
+        "base": ones(4, 10), "addend": ones(4, 10), "scaling": 2.0, "weight": ones(4)
+    },
+    routed_rows.routed_swiglu_backward: {
+        "base": ones(4, 5), "addend": ones(4, 5), "scaling": 2.0, "gate_up": ones(4, 10),
+        "weight": ones(4),
+    },
+    routed_rows.sum_routed: {
+        "base": ones(4, 5), "addend": ones(4, 5), "scaling": 2.0,
+        "places": torch.arange(4).view(2, 2),
+    },
     qkv_rope.rope_forward: {"qkv": QKV, **OF_ROPE, "heads": 2, "kv_heads": 1},
     qkv_rope.turn_back: {"grad_qkv": QKV, **OF_ROPE, "heads": 2, "kv_heads": 1},
     qkv_rope.rope_together: {"q": Q, "k": K, "v": K, **OF_ROPE, "qkv": QKV},
@@ -134,6 +146,12 @@ TAKEN = {
         for way, names in (("forward", ()), ("backward", ("grad_hidden",)))
         for name in ("gate", "up", *names)
     ),
+    *(
+        (name, key, apart)
+        for name in ("routed_swiglu_forward", "routed_swiglu_backward", "sum_routed")
+        for key in ("base", "addend", "gate_up", "places")
+    ),
+    ("sum_routed", "places", short),
 }
 MATRICES = [
     (name, f"{argument}.factor" if isinstance(value, Product) else argument, change)
@@ -178,6 +196,9 @@ ERRORS = [
     ("swiglu_backward_products", {"gate_product.gradient": double}, "gradient is torch.float64"),
     ("gate_forward", {"raw": lambda t: t[:, :11]}, r"\[4, 11\], should be \[4, 12 or more\]"),
     ("gate_backward", {"grad_raw": narrow}, r"grad_raw is \[4, 15\], should be \[4, 16\]"),
+    ("routed_swiglu_forward", {"weight": short}, r"weight is \[3\], should be \[4\]"),
+    ("routed_swiglu_backward", {"gate_up": narrow}, r"gate_up is \[4, 9\] .* be \[4, 10\]"),
+    ("sum_routed", {"base": lambda t: t[0]}, r"base is \[5\]"),
     ("rope_forward", {"qkv": short}, r"\[9, 24\], should be \[batch \* 5, 4 \* 6\]"),
     ("rope_forward", {"heads": to(3)}, r"\[10, 24\], should be \[batch \* 5, 5 \* 6\]"),
     ("rope_forward", {"cos": narrow, "sin": narrow}, "head_dim even"),

@@ -12,6 +12,7 @@ import test_dropout as dropout
 import test_fp8_codes as coded
 import test_qkv_rope as rope
 import test_residual_kernels as residual
+import test_routed_rows as routed
 import test_sums_over_tokens as sums
 import test_swiglu as swiglu
 import test_swiglu_products_backward as products_backward
@@ -35,6 +36,7 @@ from fused_lora.kernels import (
     output_gate,
     qkv_norm_rope,
     qkv_rope,
+    routed_rows,
     sums_over_tokens,
     swiglu_products_backward,
     swiglu_products_forward,
@@ -148,6 +150,14 @@ LAUNCHERS = {
         )
         for which in (swiglu.SWIGLU, swiglu.GEGLU)
     },
+    "routed rows": Launcher(
+        (
+            (routed_rows, "_routed_swiglu_forward_kernel", "_routed_swiglu_backward_kernel",
+             "_sum_routed_kernel"),
+        ),
+        routed.SIZES, "odd", routed.NONE, routed.make, on_case(routed.fused),
+        on_case(routed.eager), writes=0,
+    ),
     **{
         f"swiglu_forward_product{which}": Launcher(
             (

@@ -8,7 +8,7 @@ from cases.table_case import rows_in
 from matplotlib.text import Text
 from msgspec.structs import replace
 
-from bench.records import Optimizer
+from bench.experiment_records import Optimizer
 from bench.training_records import Fp8Training, TrainingRun, TrainingSettings, load_training
 from report import fp8_training as reported
 from variants import Lora

@@ -7,7 +7,8 @@ from cases.table_case import rows_in
 from matplotlib.text import Text
 from msgspec.structs import replace
 
-from bench.records import Cell, Tokens
+from bench.experiment_records import Tokens
+from bench.records import Cell
 from report import padding, padding_picture
 from report.wording import Footnote
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.records import Environment
+from bench.experiment_records import Environment
 from bench.small_adapter_records import Seen, SmallAdapters, TrainedAdapter
 from report.small_adapters import (
     small_adapters_caption,

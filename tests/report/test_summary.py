@@ -8,7 +8,8 @@ from cases import example_results as example
 from cases.example_results import cells, rounds
 
 from bench import results
-from bench.records import Floor, SummaryRow, Tokens
+from bench.experiment_records import Tokens
+from bench.records import Floor, SummaryRow
 from report.statistics import (
     NOISE,
     interval95,

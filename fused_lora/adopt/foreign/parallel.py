@@ -2,12 +2,16 @@
 
 nn.DataParallel copies modules together with forwards that are bound to the originals. FSDP1
 (FullyShardedDataParallel) treats a weight's memory as all its own, but in a buffer it includes the
-border. FSDP2 (fully_shard) derives new classes from a module's.
+border. FSDP2 (fully_shard) derives new classes from a module's. Its weights are plain tensors
+during a forward and its backward, and DTensors otherwise.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 # The method that nn.DataParallel calls on every module of a model.
 REPLICATE = "_replicate_for_data_parallel"
@@ -36,6 +40,55 @@ def is_flattened(base: Any) -> bool:
 def is_in_fsdp(module: nn.Module) -> bool:
     """Return True for a module within FSDP1 or FSDP2."""
     return "_is_fsdp_managed_module" in vars(module)
+
+
+def is_sharded(weight: Any) -> bool:
+    """Return True for a weight whose ranks each hold a part of it now."""
+    return type(weight).__name__ == "DTensor"
+
+
+class _Thread(threading.local):
+    is_between = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def between_forwards() -> Iterator[None]:
+    """Take weights that FSDP2 shards for the plain ones that a forward will find, in this
+    thread."""
+    before, _thread.is_between = _thread.is_between, True
+    try:
+        yield
+    finally:
+        _thread.is_between = before
+
+
+def may_gather(module: nn.Module | None) -> bool:
+    """Return True in a forward within FSDP2: a weight may lie here for this pass alone."""
+    return module is not None and is_in_fsdp(module) and not _thread.is_between
+
+
+def may_shard_later() -> bool:
+    """Return True among ranks, where fully_shard may follow."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 free what it has gathered: a forward leaves some of it."""
+    for module in model.modules():
+        if is_fsdp(type(module)):
+            module.reshard()  # type: ignore[operator]
+
+
+def why_sharded(module: nn.Module) -> str | None:
+    """Return the reason if a module whose weight is sharded cannot run fused."""
+    if not is_in_fsdp(module):
+        return "is a DTensor, and not FSDP2's: only fully_shard's weights run fused"
+    if _thread.is_between:
+        return None
+    return "is sharded (DTensor): call the model that fully_shard got last, not a part of it"
 
 
 def is_fsdp(cls: type) -> bool:

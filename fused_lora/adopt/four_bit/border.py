@@ -1,24 +1,45 @@
-"""The buffers of layers with weights in 4 bits: views of memory that all layers share."""
+"""The buffers of layers whose weights are in 4 bits, or sharded over ranks: views of memory that
+all layers share.
 
+FSDP2 gathers a layer's weights before its forward and before its backward, and frees them after
+each. They come back in the same parameters, which it has made itself, so a buffer can keep these
+and copy them in each pass.
+"""
+
+import weakref
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ...kernels.rows import empty_rows
 from ...layer.buffer import Bordered, Buffer
 from ...layer.scratch import Scratch, ScratchBuffer, Scratches
 from ..borders import Border, Layout, held_bias, layout_of, move_biases
+from ..foreign.parallel import may_gather
 from ..projection import Projection
 from .reading import packed, places_of
 
 
 class PackedBorder(Border):
-    """A Border that also takes weights in 4 bits, beside others or alone. Where there are none, it
-    is a Border."""
+    """A Border that also takes weights in 4 bits, beside others or alone, and those that FSDP2
+    gathers. Where there are none, it is a Border."""
+
+    may_wait = True
 
     def __init__(self) -> None:
         super().__init__()
+        self._seen: list[weakref.ref[Tensor]] = []
         self._kept: tuple[tuple, Layout, ScratchBuffer] | None = None
+
+    def see(self, reads: Sequence[Projection]) -> None:
+        self._seen = [weakref.ref(_parameter_of(read)) for read in reads]
+
+    def _is_gathered(self, read: Projection) -> bool:
+        """Return True for a weight that FSDP2 has put here for this pass. Those that it ignores are
+        still what `fuse` has seen."""
+        parameter = _parameter_of(read)
+        return may_gather(read.base) and all(seen() is not parameter for seen in self._seen)
 
     def buffer(self) -> Buffer | None:
         return super().buffer() if self._kept is None else self._kept[2]
@@ -31,19 +52,31 @@ class PackedBorder(Border):
         dtype: torch.dtype,
         scratches: Scratches,
     ) -> tuple[Bordered, bool]:
-        if not any(read.is_packed for read in reads):
+        is_gathered = any(map(self._is_gathered, reads))
+        if not is_gathered and not any(read.is_packed for read in reads):
             self._kept = None
             return super().find_or_make(reads, parts, ranks, dtype, scratches)
-        places = tuple(map(_place_of, reads))
+        places = _places_of(reads, is_gathered)
         if self._kept is not None:
             kept_places, layout, buffer = self._kept
             if kept_places == places and layout.has_room(parts):
                 return layout.bordered(buffer, reads, parts), False
         self._kept = None
         layout = layout_of(reads[0].weight, parts, ranks)
-        buffer = _make(reads, layout, scratches)
-        self._kept = tuple(map(_place_of, reads)), layout, buffer  # the biases have moved
+        buffer = _make(reads, layout, scratches, is_gathered)
+        self._kept = _places_of(reads, is_gathered), layout, buffer  # biases may have moved
         return layout.bordered(buffer, reads, parts), False
+
+
+def _parameter_of(read: Projection) -> Tensor:
+    return read.base.weight if read.is_packed else read.weight  # type: ignore[union-attr,return-value]
+
+
+def _places_of(reads: Sequence[Projection], is_gathered: bool) -> tuple:
+    if is_gathered:  # to another address each time
+        parameters = [(_parameter_of(read), held_bias(read)) for read in reads]
+        return tuple((id(weight), id(bias), weight.dtype) for weight, bias in parameters)
+    return tuple(map(_place_of, reads))
 
 
 def _place_of(read: Projection) -> tuple:
@@ -54,10 +87,17 @@ def _place_of(read: Projection) -> tuple:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _make(reads: Sequence[Projection], layout: Layout, scratches: Scratches) -> ScratchBuffer:
+def _make(
+    reads: Sequence[Projection], layout: Layout, scratches: Scratches, is_gathered: bool
+) -> ScratchBuffer:
     like, inputs = reads[0].weight, reads[0].weight.shape[1]
     key = layout, inputs, like.dtype, like.device
     if key not in scratches:
         scratches[key] = Scratch(empty_rows(like, layout.rows, inputs + layout.width).zero_())
-    weights = [packed(read.base) if read.is_packed else read.weight.detach() for read in reads]
-    return ScratchBuffer(scratches[key], weights, move_biases(reads, layout, like.dtype))
+    weights = [packed(read.base) if read.is_packed else read.weight for read in reads]
+    if not is_gathered:
+        return ScratchBuffer(scratches[key], weights, move_biases(reads, layout, like.dtype))
+    biases = [held_bias(read) for read in reads]
+    has_any = any(one is not None for one in biases)
+    bias = like.new_zeros(layout.rows) if has_any else None
+    return ScratchBuffer(scratches[key], weights, bias, biases)

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from fused_mlp.launching import is_capturing
 from fused_mlp.utils import compute_dtype
 
-from ...kernels.dequantize_4bit import Dequantize4bit, Packed4bit
+from ...kernels.dequantize_4bit import Dequantize4bit
+from ...kernels.packed_4bit import Packed4bit
 from ...layer.scratch import SERIALS, Scratch
 from ..foreign.forwards import HOOKED, owner_of
 from ..projection import Projection
 from .reading import packed, places_of
-
-COMPILED = "weights in 4 bits within torch.compile: ask for layer=True, or do not compile"
 
 
 class Memory(Scratch):
@@ -49,7 +48,8 @@ class Written:
         scratch = self._scratch
         scratch.holder = -1  # if what follows fails
         scratch.is_captured |= is_capturing(scratch.memory)
-        self._dequantize.write(None, lambda: (self._weights, self.matrices))
+        key = tuple(one.codes.data_ptr() for one in self._weights)  # FSDP2 gathers to others
+        self._dequantize.write(key, lambda: (self._weights, self.matrices))
         scratch.holder = self.serial
 
     def write_again(self) -> None:
@@ -129,8 +129,6 @@ def why_not_input(x: Tensor, reads: Sequence[Projection]) -> str:
     """Return the reason if projections in 4 bits cannot run fused on this input, or ""."""
     for read in reads:
         if read.is_packed:
-            if torch.compiler.is_compiling():
-                return COMPILED
             dtypes = [tensor.dtype for tensor in (read.weight, read.bias) if tensor is not None]
             if {*dtypes, x.dtype, compute_dtype(x)} != {x.dtype}:
                 return (

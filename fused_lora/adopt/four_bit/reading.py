@@ -12,7 +12,8 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from ...kernels.dequantize_4bit import Nested, Packed4bit
+from ...kernels.packed_4bit import Nested, Packed4bit
+from ..foreign.parallel import is_in_fsdp, is_sharded, why_sharded
 from ..site import KERNELS_WANT_A_GPU
 
 CLASSES = ("Linear4bit", "LinearNF4", "LinearFP4")
@@ -33,9 +34,13 @@ def is_4bit_lora(projection: Any) -> TypeGuard[LoraLinear]:
 
 
 def why_not_4bit(base: Any) -> str | None:
-    """Return the reason if such a layer's weight is not its class's packed weight."""
+    """Return the reason if such a layer's weight is not its class's packed weight. FSDP2 shows it
+    as a plain parameter."""
     weight = base._parameters.get("weight")
-    if type(weight).__name__ != "Params4bit":
+    if is_sharded(weight):
+        if (reason := why_sharded(base)) is not None:
+            return f"its 4-bit weight {reason}"
+    elif type(weight).__name__ != "Params4bit" and not is_in_fsdp(base):
         return f"its 4-bit weight has become a {type(weight).__name__}: load the model anew"
     state = state_of(base)
     if state is None:
@@ -51,7 +56,7 @@ def why_not_4bit(base: Any) -> str | None:
 
 def state_of(base: Any) -> Any:
     """Return bitsandbytes' QuantState of a layer's weight, None before it is quantised."""
-    state = base.weight.quant_state
+    state = getattr(base.weight, "quant_state", None)
     return base.quant_state if state is None else state  # FSDP loses the first
 
 

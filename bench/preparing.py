@@ -1,0 +1,72 @@
+"""Functions that run in child processes beside the cells': weights, parity references, the floor,
+and the kernels alone.
+
+Every public function takes `send` first and sends its findings to the parent with it.
+"""
+
+from errno import ENOSPC
+from typing import Any
+
+from bench.cells import Send
+from bench.folders import unfinished_beside
+from bench.plan import Plan
+from bench.weights import materialize
+
+
+def prepare_run(send: Send, plan: Plan) -> None:
+    """Make the base weights and the parity references that are missing.
+
+    Sends {"doing": words} for each, and {"full": path} if a disk is full.
+    """
+    try:
+        _prepare(send, plan)
+    except OSError as error:
+        if error.errno != ENOSPC:
+            raise
+        send({"full": error.filename})
+
+
+def _prepare(send: Send, plan: Plan) -> None:
+    from bench.parity import make_reference
+
+    send({"doing": f"base weights of {plan.source.name}"})
+    materialize(plan.source, plan.seed, plan.device)
+    for fp8 in sorted(plan.precisions()):
+        path = plan.reference_file(fp8)
+        if path.exists():
+            continue
+        send({"doing": "parity reference (vanilla PEFT in fp32)"})
+        vanilla = plan.build("vanilla_peft", min(plan.seq_lens))
+        reference = make_reference(vanilla, plan.parity_batches(), fp8)
+        with unfinished_beside(path) as unfinished:  # runs may share a cache
+            reference.save(unfinished)
+        del vanilla
+
+
+def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
+    """Send the floor of each length as {"floor": {seq_len: ...}}."""
+    from bench.floor import FrozenOperations, Shape, time_floor
+
+    config = _config(plan)
+    operations = FrozenOperations(Shape.of(config), plan.device, plan.base)
+    for seq_len in seq_lens:
+        batches = plan.timed_batches(seq_len)
+        labelled = round(sum(batch.labelled for batch in batches) / len(batches))
+        result = time_floor(
+            operations, plan.batch_size, seq_len, labelled, plan.clock(), plan.accumulate
+        )
+        send({"floor": {seq_len: result}})
+
+
+def measure_kernels(send: Send, plan: Plan) -> None:
+    """Send the kernel table at the model's own shapes as {"kernels": ...}."""
+    from bench.kernels import time_kernels
+
+    tokens, config = [plan.batch_size * seq_len for seq_len in plan.seq_lens], _config(plan)
+    send({"kernels": time_kernels(config.hidden_size, config.intermediate_size, tokens)})
+
+
+def _config(plan: Plan) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(plan.source.folder, local_files_only=True)

@@ -1,0 +1,345 @@
+"""The rows of a mixture of experts between its matmuls: SwiGLU with a weight for each row, and the
+sum of a token's rows.
+
+A mixture copies each token once for each of its experts and sorts the copies by expert: these are
+its rows. A matmul of theirs leaves two results, that of the base weights and that of the adapters.
+The kernels here add the second to the first as they read both, which saves the pass that adds them:
+
+    y      = base + scaling addend + bias of the row's expert
+    hidden = w silu(gate) up,      [gate, up] = y and w the weight of the row
+
+With s = sigmoid(gate), f = gate s and t = base + scaling addend, the gradient of hidden:
+
+    grad_gate = w t up (s + f (1 - s)),   grad_up = w t f,   grad_w = sum over the row of t f up
+
+gpt-oss has another gate (`ClampedGate`). gate and up take turns in the columns of y, and hidden is
+
+    w (u + 1) g sigmoid(alpha g),      g = min(gate, limit), u = up between -limit and limit
+
+Arithmetic is fp32 and rounds once, at the store. Sums run in a fixed order.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_mlp.launching import cdiv, check_runnable, launch, next_power_of_2
+
+TILE, MAX_BLOCK = 2048, 1024  # elements of a program's tile, and of one of its rows
+
+
+class ClampedGate(NamedTuple):
+    """The constants of gpt-oss's gate. A limit of 0 is no such gate, but silu(gate) up."""
+
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+SWIGLU = ClampedGate()
+
+
+@triton.jit
+def _gated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr):
+    """Return hidden without its weight, and its derivatives by gate and by up."""
+    grad_gate = 1.0
+    grad_up = 1.0
+    if IS_CLAMPED:
+        grad_gate = tl.where(gate <= limit, 1.0, 0.0)
+        grad_up = tl.where((up >= -limit) & (up <= limit), 1.0, 0.0)
+        gate = tl.minimum(gate, limit)
+        up = tl.maximum(tl.minimum(up, limit), -limit) + 1.0
+        sigmoid = tl.sigmoid(alpha * gate)
+    else:
+        sigmoid = tl.sigmoid(gate)
+    glu = gate * sigmoid
+    if IS_CLAMPED:
+        slope = sigmoid + alpha * glu * (1.0 - sigmoid)
+    else:
+        slope = sigmoid + glu * (1.0 - sigmoid)
+    return glu * up, up * slope * grad_gate, glu * grad_up
+
+
+@triton.jit
+def _columns_of(row, column, columns, IS_CLAMPED: tl.constexpr):
+    """Return the places of gate and up for these columns of hidden."""
+    if IS_CLAMPED:
+        at_gate = row * 2 * columns + 2 * column
+        return at_gate, at_gate + 1
+    at_gate = row * 2 * columns + column
+    return at_gate, at_gate + columns
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _routed_swiglu_forward_kernel(
+    base_ptr,  # [rows, 2 columns]
+    addend_ptr,  # [rows, 2 columns], if HAS_ADDEND
+    bias_ptr,  # [experts, 2 columns], if HAS_BIAS
+    expert_ptr,  # [rows] int64, if HAS_BIAS
+    weight_ptr,  # [rows]
+    gate_up_ptr,  # [rows, 2 columns], written if HAS_ADDEND or HAS_BIAS
+    hidden_ptr,  # [rows, columns], written
+    scaling,
+    alpha,
+    limit,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    mask = (row < rows) & (column < columns)
+    at_gate, at_up = _columns_of(row, column, columns, IS_CLAMPED)
+    gate = tl.load(base_ptr + at_gate, mask=mask).to(tl.float32)
+    up = tl.load(base_ptr + at_up, mask=mask).to(tl.float32)
+    if HAS_ADDEND:
+        gate += scaling * tl.load(addend_ptr + at_gate, mask=mask).to(tl.float32)
+        up += scaling * tl.load(addend_ptr + at_up, mask=mask).to(tl.float32)
+    if HAS_BIAS:
+        expert = tl.load(expert_ptr + row, mask=row < rows, other=0)
+        bias_gate, bias_up = _columns_of(expert, column, columns, IS_CLAMPED)
+        gate += tl.load(bias_ptr + bias_gate, mask=mask).to(tl.float32)
+        up += tl.load(bias_ptr + bias_up, mask=mask).to(tl.float32)
+    if HAS_ADDEND or HAS_BIAS:
+        tl.store(gate_up_ptr + at_gate, gate.to(gate_up_ptr.dtype.element_ty), mask=mask)
+        tl.store(gate_up_ptr + at_up, up.to(gate_up_ptr.dtype.element_ty), mask=mask)
+    weight = tl.load(weight_ptr + row, mask=row < rows).to(tl.float32)
+    hidden, _, _ = _gated(gate, up, alpha, limit, IS_CLAMPED)
+    hidden *= weight
+    dtype = hidden_ptr.dtype.element_ty
+    tl.store(hidden_ptr + row * columns + column, hidden.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _routed_swiglu_backward_kernel(
+    base_ptr,  # [rows, columns]
+    addend_ptr,  # [rows, columns], if HAS_ADDEND
+    gate_up_ptr,  # [rows, 2 columns]
+    weight_ptr,  # [rows]
+    hidden_ptr,  # [rows, columns], written
+    grad_gate_up_ptr,  # [rows, 2 columns], written
+    grad_weight_ptr,  # [rows] fp32, written
+    scaling,
+    alpha,
+    limit,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    weight = tl.load(weight_ptr + row, mask=row < rows).to(tl.float32)
+    dtype = hidden_ptr.dtype.element_ty
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, columns, BLOCK):
+        column = (first + tl.arange(0, BLOCK))[None, :]
+        mask = (row < rows) & (column < columns)
+        at = row * columns + column
+        at_gate, at_up = _columns_of(row, column, columns, IS_CLAMPED)
+        grad = tl.load(base_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if HAS_ADDEND:
+            grad += scaling * tl.load(addend_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_up_ptr + at_gate, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + at_up, mask=mask, other=0.0).to(tl.float32)
+        hidden, by_gate, by_up = _gated(gate, up, alpha, limit, IS_CLAMPED)
+        sums += grad * hidden
+        grad *= weight
+        tl.store(hidden_ptr + at, (weight * hidden).to(dtype), mask=mask)
+        tl.store(grad_gate_up_ptr + at_gate, (grad * by_gate).to(dtype), mask=mask)
+        tl.store(grad_gate_up_ptr + at_up, (grad * by_up).to(dtype), mask=mask)
+    tl.store(grad_weight_ptr + row, tl.sum(sums, 1)[:, None], mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _sum_routed_kernel(
+    base_ptr,  # [rows, columns]
+    addend_ptr,  # [rows, columns], if HAS_ADDEND
+    places_ptr,  # [tokens, TOP_K] int64
+    out_ptr,  # [tokens, columns], written
+    scaling,
+    tokens,
+    columns,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    mask = (token < tokens) & (column < columns)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for choice in range(TOP_K):
+        place = tl.load(places_ptr + token * TOP_K + choice, mask=token < tokens, other=0)
+        at = place * columns + column
+        total += tl.load(base_ptr + at, mask=mask).to(tl.float32)
+        if HAS_ADDEND:
+            total += scaling * tl.load(addend_ptr + at, mask=mask).to(tl.float32)
+    tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def routed_swiglu_forward(
+    base: Tensor,
+    addend: Tensor | None,
+    scaling: float,
+    weight: Tensor,
+    gate: ClampedGate = SWIGLU,
+    bias: Tensor | None = None,
+    expert: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the inputs of SwiGLU and its weighted output.
+
+    Equivalent PyTorch::
+
+        gate_up = base if addend is None else base + scaling * addend
+        gate_up = gate_up if bias is None else gate_up + bias[expert]
+        gate, up = gate_up.chunk(2, dim=-1)
+        hidden = weight[:, None] * F.silu(gate) * up
+
+    With a clamped gate::
+
+        g, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
+        hidden = weight[:, None] * (up + 1) * g * torch.sigmoid(alpha * g)
+
+    Args:
+        base, addend: [rows, 2 columns], bf16, fp16 or fp32, on a GPU, or on the CPU in Triton's
+            interpreter. Any strides: a non-contiguous tensor is copied first.
+        weight: [rows], of any of these dtypes.
+        bias: [experts, 2 columns], of any of these dtypes. expert: [rows] int64, the expert of each
+            row. Both None: no bias.
+
+    Returns:
+        (gate_up [rows, 2 columns], hidden [rows, columns]) in the dtype of base. Without addend and
+        bias gate_up is base.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or no kernel can run on them.
+    """
+    _check("routed_swiglu_forward", base, addend, weight)
+    rows, columns = base.shape[0], base.shape[1] // 2
+    base, addend, weight = base.contiguous(), _contiguous(addend), weight.contiguous()
+    if bias is not None and (bias.shape[1:] != base.shape[1:] or expert is None):
+        raise ValueError(
+            f"routed_swiglu_forward: bias is {list(bias.shape)}, should be [experts, "
+            f"{2 * columns}] with the expert of each row"
+        )
+    is_base = addend is None and bias is None
+    gate_up = base if is_base else torch.empty_like(base)
+    hidden = base.new_empty(rows, columns)
+    per_program, block = _tile(columns)
+    if hidden.numel():
+        launch(
+            _routed_swiglu_forward_kernel, (cdiv(rows, per_program), cdiv(columns, block)), base,
+            base if addend is None else addend, base if bias is None else bias.contiguous(),
+            base if expert is None else expert, weight, gate_up, hidden, scaling, *gate, rows,
+            columns, per_program, block, addend is not None, bias is not None, gate.limit > 0,
+            num_warps=4,
+        )  # fmt: skip
+    return gate_up, hidden
+
+
+def routed_swiglu_backward(
+    base: Tensor,
+    addend: Tensor | None,
+    scaling: float,
+    gate_up: Tensor,
+    weight: Tensor,
+    gate: ClampedGate = SWIGLU,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output of `routed_swiglu_forward` and its gradients for grad = base + scaling
+    addend.
+
+    Equivalent PyTorch, for hidden from there::
+
+        grads = torch.autograd.grad(hidden, (gate_up, weight), base + scaling * addend)
+
+    Args:
+        base, addend: [rows, columns], as for the forward. gate_up, weight: its result and operand.
+
+    Returns:
+        (hidden [rows, columns], grad_gate_up [rows, 2 columns], grad_weight [rows] in fp32).
+
+    Raises:
+        ValueError: as the forward.
+    """
+    _check("routed_swiglu_backward", base, addend, weight)
+    rows, columns = base.shape
+    if (gate_up.shape, gate_up.dtype) != ((rows, 2 * columns), base.dtype):
+        raise ValueError(
+            f"routed_swiglu_backward: gate_up is {list(gate_up.shape)} in {gate_up.dtype}, should "
+            f"be {[rows, 2 * columns]} in {base.dtype}"
+        )
+    base, addend, weight = base.contiguous(), _contiguous(addend), weight.contiguous()
+    gate_up = gate_up.contiguous()
+    hidden, grad_gate_up = torch.empty_like(base), torch.empty_like(gate_up)
+    grad_weight = base.new_empty(rows, dtype=torch.float32)
+    per_program, block = _tile(columns)
+    if hidden.numel():
+        launch(
+            _routed_swiglu_backward_kernel, (cdiv(rows, per_program),), base,
+            base if addend is None else addend, gate_up, weight, hidden, grad_gate_up, grad_weight,
+            scaling, *gate, rows, columns, per_program, block, addend is not None, gate.limit > 0,
+            num_warps=4,
+        )  # fmt: skip
+    return hidden, grad_gate_up, grad_weight
+
+
+def sum_routed(base: Tensor, addend: Tensor | None, scaling: float, places: Tensor) -> Tensor:
+    """Return the sum of each token's rows [..., columns], in the dtype of base.
+
+    Equivalent PyTorch: ``(base + scaling * addend)[places].sum(-2)``.
+
+    Args:
+        base, addend: [rows, columns], as for `routed_swiglu_forward`.
+        places: [..., top_k] int64, the rows of each token.
+
+    Raises:
+        ValueError: as there.
+    """
+    _check("sum_routed", base, addend)
+    if places.dtype != torch.int64:
+        raise ValueError(f"sum_routed: places are {places.dtype}, should be torch.int64")
+    columns, top_k = base.shape[1], places.shape[-1]
+    base, addend, places = base.contiguous(), _contiguous(addend), places.contiguous()
+    out = base.new_empty(*places.shape[:-1], columns)
+    per_program, block = _tile(columns)
+    if tokens := out.numel() // columns:
+        launch(
+            _sum_routed_kernel, (cdiv(tokens, per_program), cdiv(columns, block)), base,
+            base if addend is None else addend, places, out, scaling, tokens, columns, top_k,
+            per_program, block, addend is not None, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _tile(columns: int) -> tuple[int, int]:
+    """Return the rows and columns of a program's tile."""
+    block = min(MAX_BLOCK, next_power_of_2(columns))
+    return TILE // block, block
+
+
+def _contiguous(addend: Tensor | None) -> Tensor | None:
+    return None if addend is None else addend.contiguous()
+
+
+def _check(name: str, base: Tensor, addend: Tensor | None, weight: Tensor | None = None) -> None:
+    """Raise ValueError unless the operands fit together and a kernel can run on them."""
+    check_runnable(name, _sum_routed_kernel, base)
+    like = base.shape, base.dtype, base.device
+    if base.ndim != 2 or (
+        addend is not None and (addend.shape, addend.dtype, addend.device) != like
+    ):
+        given = "none" if addend is None else f"{list(addend.shape)} in {addend.dtype}"
+        raise ValueError(
+            f"{name}: base is {list(base.shape)} in {base.dtype} and addend {given}, should be two "
+            "[rows, columns] alike on one device"
+        )
+    if weight is not None and weight.shape != base.shape[:1]:
+        raise ValueError(f"{name}: weight is {list(weight.shape)}, should be {[len(base)]}")

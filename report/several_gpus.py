@@ -1,0 +1,70 @@
+"""The table of runs on several GPUs: how near all come to the speed that each has by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from bench.records import Run, SummaryRow
+from report.statistics import median_or_none, rows_by_variant_and_length
+from report.table import Column, number, table, thousands
+from report.wording import caption_with_commit, step_or_status, title_in
+
+
+class Scaled(NamedTuple):
+    """One variant at one length on some GPUs. Efficiencies are medians over rounds (`Cell`)."""
+
+    run: Run
+    row: SummaryRow
+    efficiency: float | None
+    efficiency_over_one: float | None
+
+
+COLUMNS = (
+    Column[Scaled]("GPUs", lambda one: str(one.run.experiment.gpus)),
+    Column[Scaled]("tokens", lambda one: str(one.row.seq_len)),
+    Column[Scaled]("variant", lambda one: title_in(one.row.variant, one.run)),
+    Column[Scaled]("ms a step", lambda one: step_or_status(one.row)),
+    Column[Scaled]("tokens/s of all", lambda one: thousands(one.row.tokens_per_s)),
+    Column[Scaled]("efficiency", lambda one: _percent(one.efficiency)),
+    Column[Scaled]("over one GPU", lambda one: _percent(one.efficiency_over_one)),
+)
+
+
+def _percent(share: float | None) -> str:
+    return number(share and 100 * share, 1, "%")
+
+
+def scaled(run: Run) -> list[Scaled]:
+    """Return every variant at every length of a run on several GPUs."""
+    found = []
+    for (variant, seq_len), row in rows_by_variant_and_length(run).items():
+        cells = run.cells_of(variant, seq_len, "ok")
+        efficiency = median_or_none(cell.efficiency for cell in cells)
+        over_one = median_or_none(cell.efficiency_over_one for cell in cells)
+        found.append(Scaled(run, row, efficiency, over_one))
+    return found
+
+
+def several_gpus_section(runs: Iterable[Run]) -> str:
+    """Write the picture and a table for each run; one sentence without any."""
+    runs = list(runs)
+    if not runs:
+        return "We have tested this on CPUs and not yet timed it."
+    said = (
+        "Efficiency is over the same GPUs at once without averaging gradients. Over one GPU is "
+        "over the first alone, times their number."
+    )
+    parts = [f"![{finding(runs)}](figures/several_gpus.png)", said]
+    for run in runs:
+        parts += [caption_with_commit(run), table(COLUMNS, scaled(run))]
+    return "\n\n".join(parts)
+
+
+def finding(runs: Iterable[Run]) -> str:
+    """Say which share of its speed a GPU keeps, at the least, when it trains with others."""
+    timed = [one for run in runs for one in scaled(run) if one.efficiency]
+    gpus = max(one.run.experiment.gpus for one in timed)
+    least = min(one.efficiency or 0 for one in timed)
+    words = "Two GPUs keep" if gpus == 2 else f"Up to {gpus} GPUs keep"
+    return f"{words} {100 * least:.0f}% or more of the speed that each has by itself"

@@ -1,0 +1,204 @@
+"""Experts with adapters within a model: what runs fused and what does not, beside plain PEFT.
+`test_families.py` has each family, and `contract.py` the function."""
+
+import copy
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from cases.counting import Watch
+from cases.families_case import FAMILIES, everywhere
+from cases.fused_case import ALL, assert_close, functions_of, loss_of, step
+from cases.peft_models import MLP_ON, ids
+from cases.reference import random, relative_error
+from peft import LoraConfig
+from torch import nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from fused_lora import Fusion, fuse, report, unfuse
+
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": [GATE_UP, DOWN]}
+# Ten tokens choose two of sixteen: some experts get none
+MANY = {"num_experts": 16, "num_local_experts": 16, "experts_implementation": "grouped_mm"}
+
+
+def moe_model(device, dtype=torch.float32, config=None, **lora):
+    family = FAMILIES["Qwen3-MoE"]
+    family = replace(family, config=family.config | MANY | (config or {}))
+    return family.peft_model(device, dtype, **lora).train()
+
+
+def experts_of(model):
+    """The outermost wrapper of the first layer's."""
+    return model.get_submodule(everywhere("mlp.experts")[0])
+
+
+SETTINGS = {  # of LoraConfig, and of the model
+    "all-linear": ({}, {}),
+    "both parameters": (EXPERTS, {}),
+    "eager experts": (EXPERTS, {"experts_implementation": "eager"}),
+    "one expert of each token": (EXPERTS, {"num_experts_per_tok": 1}),
+    "gate_up alone": (EXPERTS | {"target_parameters": [GATE_UP]}, {}),
+    "down alone": (EXPERTS | {"target_parameters": [DOWN]}, {}),
+    "rank 5, rsLoRA": (EXPERTS | {"r": 5, "use_rslora": True}, {}),
+    "ranks that differ": (EXPERTS | {"rank_pattern": {DOWN: 2}}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_trains_as_plain_peft_does(name, device):
+    lora, config = SETTINGS[name]
+    plain = moe_model(device, config=config, **lora)
+    fused = copy.deepcopy(plain)
+    done = fuse(fused, MLP_ON)
+    assert done.fused == {"mlp": everywhere("mlp.experts")} and not done.left
+    assert done.counts == {"mlp": "4 of 4 projections"}
+    got, want = (step(model, length=5) for model in (fused, plain))
+    assert got.functions == {"LoRA_Experts": 2} and not want.functions
+    assert_close(got, want, 1e-4)
+    A = next(gradient for name, gradient in want.items() if "experts" in name and "lora_A" in name)
+    assert not A.view(16, -1).any(dim=1).all()  # an expert had no tokens
+    assert set(everywhere("mlp.experts")) < set(unfuse(fused))
+    assert functions_of(loss_of(fused)) == {}
+
+
+@pytest.mark.parametrize("policy", ["full", "transformers'"])
+def test_checkpointing_recomputes_experts(policy, device):
+    plain = moe_model(device)
+    fused = copy.deepcopy(plain)
+    if policy == "full":
+        fuse(fused, Fusion(**ALL, checkpoint="full"))
+    else:
+        fuse(fused, Fusion(**ALL))
+        fused.gradient_checkpointing_enable()
+    assert_close(*(step(model, length=5) for model in (fused, plain)), 2e-4)
+
+
+def test_it_forms_neither_the_adapted_weights_nor_their_gradients(device):
+    model = moe_model(device)
+    weight_bytes = experts_of(model).get_base_layer().down_proj.nbytes
+    largest = []
+    for _ in ("plain", "fused"):
+        with Watch() as seen:
+            loss_of(model).backward()
+        largest.append(max(seen.sizes))
+        fuse(model, MLP_ON)
+    assert largest[0] >= 2 * weight_bytes and largest[1] < weight_bytes
+
+
+def test_fp32_adapters_of_a_bf16_model_get_fp32_gradients(device):
+    plain = moe_model(device, torch.bfloat16)
+    for name, parameter in plain.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+    fused = copy.deepcopy(plain)
+    fuse(fused, MLP_ON)
+    got, want = (step(model, length=5) for model in (fused, plain))
+    assert got.functions == {"LoRA_Experts": 2}
+    assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in want.items()}
+
+
+# --- reasons --------------------------------------------------------------------------------------
+
+
+def wrappers(model):
+    outer = experts_of(model)
+    return outer, outer.base_layer
+
+
+def add_active(model):
+    options = {name: getattr(model.peft_config["default"], name) for name in EXPERTS}
+    model.add_adapter("second", LoraConfig(**options, r=2))
+    model.base_model.set_adapter(["default", "second"])
+
+
+def train_base(model):
+    experts_of(model).get_base_layer().down_proj.requires_grad_()
+
+
+def set_activation(model):
+    experts_of(model).get_base_layer().act_fn = nn.GELU()
+
+
+def set_implementation(model):
+    experts_of(model).get_base_layer().config._experts_implementation = "sonicmoe"
+
+
+def spread(model):
+    experts_of(model).get_base_layer()._is_expert_parallel = True
+
+
+def set_scaling(model):
+    wrappers(model)[1].scaling["default"] = torch.tensor(1.5)
+
+
+REASONS = {
+    "merged": (lambda model: model.merge_adapter(), "adapters are merged into the weight"),
+    "two adapters": (add_active, "2 adapters are active: default, second"),
+    "trained": (train_base, "its base weight is trained"),
+    "GELU": (set_activation, "its activation is GELU, not SiLU"),
+    "another implementation": (set_implementation, "its experts are sonicmoe's"),
+    "expert parallelism": (spread, "its experts are spread over ranks"),
+    "a tensor as scaling": (set_scaling, "its scaling is a tensor"),
+    "a hook within": (
+        lambda model: wrappers(model)[1].register_forward_hook(lambda *_: None),
+        "it has hooks",
+    ),
+    "a hook on the experts": (
+        lambda model: experts_of(model).get_base_layer().register_forward_hook(lambda *_: None),
+        "it has hooks",
+    ),
+}
+
+
+WISHED = ("merged", "two adapters")  # which nobody is warned of
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_experts_that_may_not_be_fused_run_as_peft_has_them(name, device):
+    change, reason = REASONS[name]
+    fused = moe_model(device, **EXPERTS)
+    fuse(fused, MLP_ON)
+    change(fused)
+    assert reason in report(fused).left[everywhere("mlp.experts")[0]]
+    if name in ("another implementation", "a tensor as scaling"):
+        return  # which plain PEFT cannot run here
+    plain = copy.deepcopy(fused)
+    unfuse(plain)
+    with nullcontext() if name in WISHED else pytest.warns(UserWarning, match=reason):
+        got = fused(input_ids=ids(device)[:, :5])
+    assert relative_error(got.logits, plain(input_ids=ids(device)[:, :5]).logits) < 1e-5
+
+
+@pytest.mark.parametrize(("config", "lora", "reason"), [
+    ({"moe_intermediate_size": 12}, {}, "its sizes are 32 and 12, not multiples of 8"),
+    ({}, {"target_parameters": [], "target_modules": ["q_proj"]}, "no experts with adapters"),
+])  # fmt: skip
+def test_a_mixture_that_cannot_run_fused_says_why(config, lora, reason, device):
+    model = moe_model(device, config=config | {"experts_implementation": "eager"}, **lora)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        fuse(model, MLP_ON)
+
+
+def test_a_patched_class_is_left_alone(monkeypatch, device):
+    model = moe_model(device)
+    fuse(model, MLP_ON)
+    monkeypatch.setattr(Qwen3MoeExperts, "_apply_gate", lambda self, both: both.chunk(2, -1)[0])
+    (reason,) = set(report(model).left.values())
+    assert "not transformers' own" in reason
+
+
+def test_disabled_adapters_and_other_dtypes(device):
+    plain = moe_model(device)
+    fused = copy.deepcopy(plain)
+    fuse(fused, MLP_ON)
+    with fused.disable_adapter(), plain.disable_adapter():
+        got, want = (model(input_ids=ids(device)[:, :5]).logits for model in (fused, plain))
+    assert relative_error(got, want) < 1e-5
+    x = random(3, 32, device=device)
+    chosen = torch.tensor([[0, 1]] * 3, device=device)
+    with torch.autocast(device, torch.bfloat16), pytest.warns(UserWarning, match="give both one"):
+        experts_of(fused)(x, chosen, torch.ones(3, 2, device=device))

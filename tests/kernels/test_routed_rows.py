@@ -1,0 +1,61 @@
+"""The kernels between a mixture's matmuls, against eager PyTorch (`test_launchers.py`)."""
+
+import torch
+import torch.nn.functional as F
+from cases.reference import random
+
+from fused_lora.kernels.routed_rows import (
+    routed_swiglu_backward,
+    routed_swiglu_forward,
+    sum_routed,
+)
+
+TOP_K, SCALING = 2, 1.5
+SIZES = {"odd": (26, 139), "more than one block": (4, 1030), "one column": (2, 1)}
+NONE = (0, 8)
+
+
+def make(size, dtype, device):
+    """Two addends of [gate, up], two of a gradient of hidden, and a weight for each row."""
+    rows, columns = SIZES[size]
+    shapes = [(rows, 2 * columns)] * 2 + [(rows, columns)] * 2 + [(rows, 1)]
+    return [
+        random(*shape, dtype=dtype, device=device, seed=seed) for seed, shape in enumerate(shapes)
+    ]
+
+
+def places_for(rows, device):
+    """Each token's rows, none of them where it was."""
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(2))
+    return order.view(-1, TOP_K).to(device)
+
+
+def fused(base, addend, grad, grad_addend, weight, layout):
+    weight = weight.flatten()
+    both = layout(base), layout(addend), SCALING
+    gate_up, hidden = routed_swiglu_forward(*both, weight)
+    grads = layout(grad), layout(grad_addend), SCALING
+    again = routed_swiglu_backward(*grads, gate_up, weight)
+    return gate_up, hidden, *again, sum_routed(*grads, places_for(len(grad), grad.device))
+
+
+def eager(base, addend, grad, grad_addend, weight):
+    gate_up = (base + SCALING * addend).requires_grad_()
+    weight = weight.flatten().requires_grad_()
+    gate, up = gate_up.chunk(2, dim=-1)
+    hidden = F.silu(gate) * up * weight[:, None]
+    grad = grad + SCALING * grad_addend
+    gradients = torch.autograd.grad(hidden, (gate_up, weight), grad)
+    total = grad[places_for(len(grad), grad.device)].sum(1)
+    return gate_up.detach(), hidden.detach(), hidden.detach(), *gradients, total
+
+
+def test_without_an_addend_it_is_one_of_zeros(device):
+    base, addend, grad, grad_addend, weight = make("odd", torch.bfloat16, device)
+    addend.zero_(), grad_addend.zero_()
+    want = fused(base, addend, grad, grad_addend, weight, layout=torch.clone)
+    weight, places = weight.flatten(), places_for(len(grad), device)
+    gate_up, hidden = routed_swiglu_forward(base, None, SCALING, weight)
+    again = routed_swiglu_backward(grad, None, SCALING, gate_up, weight)
+    got = gate_up, hidden, *again, sum_routed(grad, None, SCALING, places)
+    assert all(map(torch.equal, got, want))

@@ -1,0 +1,57 @@
+"""The table and the picture of runs on several GPUs."""
+
+import pytest
+from cases import example_results as example
+
+from bench.records import GpuTimes
+from report.several_gpus import finding, several_gpus_section
+from report.several_gpus_picture import several_gpus_figure
+
+PLAIN, GRAPH = "vanilla_peft", "fused_layer_graph"
+
+
+def run_on(gpus, over_apart, **changed):
+    """Return a run of steps of 100 ms in two rounds, whose GPUs are this fast over those apart. The
+    first alone is faster by a fifth."""
+    variants = {PLAIN: 1.0, GRAPH: over_apart}
+    run = example.empty(variants=[*variants], seq_lens=[64, 512], rounds=2, steps=4, gpus=gpus)
+    for variant, share in variants.items():
+        for seq_len, number in ((64, 1), (64, 2), (512, 1), (512, 2)):
+            own = [GpuTimes("card", [100.0] * 2, [100 * share] * 2, [80.0] * (gpu == 0))
+                   for gpu in range(gpus)]  # fmt: skip
+            run.add(example.timed_cell(variant, seq_len, number, [100.0] * 2, gpus=own))
+    return run
+
+
+def test_the_speed_of_all_is_held_against_the_sum_of_each_and_against_one():
+    own = [GpuTimes("a", [100.0], [50.0], [40.0]), GpuTimes("b", [100.0], [100.0])]
+    cell = example.timed_cell(PLAIN, 64, 1, [100.0], gpus=own)
+    assert cell.efficiency == pytest.approx(2 / 3)  # 20 steps a second of 20 + 10
+    assert cell.efficiency_over_one == pytest.approx(20 / 50)
+    assert example.timed_cell(PLAIN, 64, 1, [100.0]).efficiency is None
+
+
+def test_the_section_has_a_row_for_each_length_and_variant_of_each_run():
+    lines = several_gpus_section([run_on(2, 0.99), run_on(4, 0.97)]).splitlines()
+    assert lines[0].startswith("![Up to 4 GPUs keep 97% or more of the speed that each has by")
+    assert lines[4].startswith("2 × NVIDIA H200 · ")
+    rows = [line for line in lines if line.startswith("| ") and "GPUs" not in line]
+    assert len([row for row in rows if "---" not in row]) == 8
+    row = "| 4 | 512 | fused layers, CUDA graph | 100.0 | 655,360 | 97.0% | 80.0% |"
+    assert row in rows
+    assert "not yet timed" in several_gpus_section([])
+
+
+def test_the_picture_has_a_panel_for_each_length_and_shows_one_kind_of_gpu():
+    other = run_on(8, 0.5)
+    other.environment.gpu.name = "NVIDIA H100"
+    runs = [run_on(4, 0.97), other, run_on(2, 0.99)]
+    panels = several_gpus_figure(runs).axes
+    assert [axes.get_title(loc="left") for axes in panels] == ["64 tokens", "512 tokens"]
+    for axes in panels:
+        drawn = {line.get_label(): line for line in axes.lines}
+        line = drawn["fused layers, CUDA graph"]
+        assert [*line.get_xdata()] == [1, 2, 4]
+        assert [*line.get_ydata()] == pytest.approx([100, 99, 97])
+    assert finding([run_on(2, 0.99)]).startswith("Two GPUs keep 99%")
+    assert several_gpus_figure([]) is None
