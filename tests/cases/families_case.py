@@ -258,7 +258,7 @@ FAMILIES = {
         "Qwen3_5Moe", TOP_2 | QWEN_3_5, lora=EXPERTS, **QWEN_3_5_PARTS | {
             "fused": QWEN_3_5_PARTS["fused"] | {"mlp": ("mlp.shared_expert", "mlp.experts")},
             "not_whole": "Qwen3_5MoeDecoderLayer is not a layer class",
-        },
+        }, left=slow_parts("model"),
     ),
     "gpt-oss": Family(
         "GptOss", TOP_2 | WINDOW | {"layer_types": ["full_attention"] * 2}, lora=EXPERTS,
