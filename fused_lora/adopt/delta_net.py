@@ -28,17 +28,16 @@ delta_nets = having(*IN_PROJECTIONS, "conv1d", "norm", "out_proj")
 
 class DeltaNetRead(NamedTuple):
     """A gated delta net as it is now: its in-projections, the function for its recurrence, and why
-    this is not the fast one, "" if it is."""
+    that or its conv1d is not a fast library's."""
 
     reads: Reads
     rule: Callable
-    why_slow: str
+    why_slow: dict[str, str]
 
     @property
     def left(self) -> dict[str, str]:
-        """Return the units that do not run fused, and why."""
-        slow = {"recurrence": self.why_slow} if self.why_slow else {}
-        return self.reads.left | slow
+        """Return the units that run neither fused nor on a library's kernels, and why."""
+        return self.reads.left | self.why_slow
 
 
 def read_delta_net(net: Any) -> DeltaNetRead:
@@ -60,6 +59,7 @@ def delta_net_forward(
     net: Any,
     parts: frozenset[str],
     hidden_states: Tensor,
+    *,
     attention_mask: Tensor | None = None,
     **options,
 ):

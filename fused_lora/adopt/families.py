@@ -227,7 +227,8 @@ FAMILIES = (
     Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE,
            experts=EXPERTS),
     Family("qwen3_5_moe", "Qwen3_5Moe", AttentionForm(norms="heads", has_gate=True),
-           norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS),
+           norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS, delta_net=DeltaNetForm(),
+           gated_norm=GatedNormForm()),
     # its attention has sinks
     Family("gpt_oss", "GptOss", None, None, layer=None, loss=MIXTURE,
            experts=ExpertsForm(is_clamped=True)),

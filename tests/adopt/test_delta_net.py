@@ -73,7 +73,7 @@ LEFT = {
 def test_what_stays_with_peft_is_named_and_the_rest_runs_fused(change, device):
     do, reason, functions = LEFT[change]
     fused, plain, done = pair(device, do)
-    others = {name: why for name, why in done.left.items() if "recurrence" not in name}
+    others = {name: why for name, why in done.left.items() if "it is transformers' own" not in why}
     assert all(reason in why for why in others.values()) and bool(others) == bool(reason)
     got, want = step(fused), step(plain)
     assert functions_in_net(got.functions) == functions
@@ -136,7 +136,10 @@ def test_where_fla_refuses_this_triton_transformers_own_runs_and_the_report_says
     is_mended, monkeypatch, device
 ):
     fused, plain, done = pair(device)
-    left = {f"{NET}.recurrence": delta_rule.NOT_INSTALLED}
+    left = {
+        f"{NET}.recurrence": delta_rule.NOT_INSTALLED.format("flash-linear-attention"),
+        f"{NET}.conv1d": delta_rule.NOT_INSTALLED.format("causal-conv1d"),
+    }
     assert done.left == left and report(fused).left == left
     want = step(plain)
 
@@ -155,11 +158,11 @@ def test_where_fla_refuses_this_triton_transformers_own_runs_and_the_report_says
     implementation, rule.__wrapped__ = fla_s, own
     monkeypatch.setattr(modeling, delta_rule.NAME, rule)
     if is_mended:
-        assert not report(fused).left
+        assert report(fused).left.keys() == {f"{NET}.conv1d"}
         with pytest.raises(RuntimeError, match="incorrect"):
             step(fused)
     else:
-        assert report(fused).left == {f"{NET}.recurrence": delta_rule.REFUSES_TRITON}
+        assert report(fused).left == left | {f"{NET}.recurrence": delta_rule.REFUSES_TRITON}
         with pytest.warns(match="flash-linear-attention refuses Triton"):
             assert_close(step(fused), want, 2e-4)
         with pytest.raises(RuntimeError, match="incorrect"):  # its own would mix documents

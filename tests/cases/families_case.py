@@ -172,9 +172,16 @@ QWEN_3_5_PARTS = {
 }  # fmt: skip
 
 
-def slow_recurrence(tower: str) -> dict[str, str]:
-    name = f"base_model.model.{tower}.layers.0.linear_attn.recurrence"
-    return {} if find_spec("fla") else {name: "in PyTorch: install flash-linear-attention"}
+def slow_parts(tower: str) -> dict[str, str]:
+    """Return what transformers' own code computes here, by its packages that are not installed."""
+    net = f"base_model.model.{tower}.layers.0.linear_attn"
+    packages = {"recurrence": ("fla", "flash-linear-attention"),
+                "conv1d": ("causal_conv1d", "causal-conv1d")}  # fmt: skip
+    return {
+        f"{net}.{name}": f"in PyTorch: install {distribution}"
+        for name, (package, distribution) in packages.items()
+        if not find_spec(package)
+    }
 
 
 # transformers 5.24 takes no sdpa for it, which would not cap its scores
@@ -204,7 +211,7 @@ FAMILIES = {
     "CWM": Family("Cwm", WINDOW),
     "Qwen2": Family("Qwen2"),
     "Qwen3": Family("Qwen3", fused={"rms_norm": OF_HEADS}),
-    "Qwen3.5": Family("Qwen3_5", QWEN_3_5, left=slow_recurrence("model"), **QWEN_3_5_PARTS),
+    "Qwen3.5": Family("Qwen3_5", QWEN_3_5, left=slow_parts("model"), **QWEN_3_5_PARTS),
     "SmolLM3": Family(
         "SmolLM3", {"no_rope_layers": [1, 0]}, fused={"rope": ("0:self_attn",)},
     ),
@@ -251,7 +258,7 @@ FAMILIES = {
         "Qwen3_5Moe", TOP_2 | QWEN_3_5, lora=EXPERTS, **QWEN_3_5_PARTS | {
             "fused": QWEN_3_5_PARTS["fused"] | {"mlp": ("mlp.shared_expert", "mlp.experts")},
             "not_whole": "Qwen3_5MoeDecoderLayer is not a layer class",
-        },
+        }, left=slow_parts("model"),
     ),
     "gpt-oss": Family(
         "GptOss", TOP_2 | WINDOW | {"layer_types": ["full_attention"] * 2}, lora=EXPERTS,
@@ -320,7 +327,7 @@ FAMILIES = {
         functions=APART, not_whole="Gemma4VisionEncoderLayer is not a layer class",
     ),
     "Qwen3.5, multimodal": Family(
-        "Qwen3_5", QWEN_3_5, VISION, left=slow_recurrence("model.language_model"),
+        "Qwen3_5", QWEN_3_5, VISION, left=slow_parts("model.language_model"),
         **QWEN_3_5_PARTS,
     ),
     "Gemma 3, multimodal": Family(

@@ -17,10 +17,12 @@ from contract import (
     with_layout,
 )
 
+import fused_lora.gated_norm
 import fused_lora.rms_norm as module
 from fused_lora.rms_norm import add_rms_norm, rms_norm
 
 ALONE, ADDED = (OPERATIONS[name] for name in ("rms_norm", "add_rms_norm"))
+GATED = OPERATIONS["gated_rms_norm"]
 BOTH = pytest.mark.parametrize("operation", (ALONE, ADDED), ids=lambda operation: operation.name)
 
 
@@ -159,11 +161,32 @@ def test_inputs_that_do_not_fit_are_a_value_error(name, change, message, device)
             operation.function(**{**inputs, name: change(inputs[name])})
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gate", lambda gate: gate[:1], r"gate is \[1, 3, 139\], should be \[2, 3, 139\] as x is"),
+        ("gate", lambda gate: gate.to("meta"), "gate is on meta and x on"),
+        ("weight", lambda w: w[1:], r"weight is \[138\], should be \[139\] as x is \[2, 3, 139"),
+        ("x", lambda x: x[0, 0, 0], r"x is \[\], should be \[\.\.\., hidden\]"),
+    ],
+)
+def test_a_gate_that_does_not_fit_is_a_value_error(name, change, message, device):
+    inputs = GATED.case(device).inputs
+    with pytest.raises(ValueError, match=f"^gated_rms_norm: {message}"):
+        GATED.function(**{**inputs, name: change(inputs[name])})
+
+
+@pytest.mark.parametrize("rows", [1, 96, 97, 400])
+def test_a_gated_weights_gradient_over_many_rows_is_right(rows, device, monkeypatch):
+    monkeypatch.setattr(fused_lora.gated_norm, "MAX_PARTIAL_SUMS", 3)  # and 32 rows a tile
+    assert_right(GATED, GATED.case(device, shape=(rows, 52)))
+
+
 # --- on the GPU -----------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-@BOTH
+@pytest.mark.parametrize("operation", (ALONE, ADDED, GATED), ids=lambda operation: operation.name)
 @pytest.mark.parametrize("hidden", [2048, 5000, 16_384, 65_536])
 def test_long_rows_are_right(hidden, operation, device):
     assert_right(operation, operation.case(device, shape=(700, hidden)))

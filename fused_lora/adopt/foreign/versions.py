@@ -2,8 +2,8 @@
 
 Since 5.23 a class's forward does a layer's checkpointing, so a forward on the instance replaces it;
 in 5.17 it is __call__. 5.24 renames past_key_values to cache, passes attention's options to the
-cache, and checkpoints no layer when gradients are off. Our functions keep the old name. Since 5.24
-the recurrence of a gated delta net takes fewer heads of q and k than of v.
+cache, and checkpoints no layer when gradients are off. Our functions keep the old name. In 5.17
+the recurrence of a gated delta net takes as many heads of q and k as of v, from 5.24 on fewer.
 """
 
 import inspect
