@@ -21,8 +21,9 @@ Backward, for dy = grad_output at the token of each row:
 
 PEFT adds s B A to all W before it multiplies, and differentiates through the sum. For Qwen3-30B-A3B
 that is 1.2 GB of new weights a layer, kept until backward, and as many bytes of gradients of frozen
-weights. Here neither exists: an adapter takes matmuls of r columns. w multiplies h, which is
-narrower than the output, and its gradient takes no output either.
+weights. In bf16 the sum also rounds B A to the grid of W. With B near 1e-3 that changes the
+adapter's output by 23%. Here no sum exists: an adapter takes matmuls of r columns. w multiplies h,
+which is narrower than the output, and its gradient takes no output either.
 
 Saved: x, [gate, up] and z. The rows of x are copied again in backward. Matmuls are PyTorch's
 grouped ones; the passes between them are `kernels/routed_rows.py`.

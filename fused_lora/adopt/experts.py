@@ -92,6 +92,8 @@ def read_experts(outermost: Any) -> ReadExperts:
             if (reason := why_not_plain(base, tensor)) is not None:
                 raise Refusal(f"{name}: its base weight {reason}")
             refuse(BASE_IS_TRAINED if tensor.requires_grad else None)
+        if weight.ndim != 3:
+            raise Refusal(f"{name} is {list(weight.shape)} now, not [experts, out, in]")
         refuse(why_not_sizes(*weight.shape[1:]))
         weight = weight.mT if is_clamped else weight
         parameters.append(AdaptedParameter(weight, bias, *adapters.get(name, ())))
