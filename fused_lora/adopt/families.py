@@ -188,6 +188,10 @@ GEMMA_LAYER = LayerForm(
 GLM_LAYER = LayerForm(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 OUTPUT_NORMS = LayerForm("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 GEMMA_LOSS = LossForm(capped_by="final_logit_softcapping")
+LFM2_ATTENTION = AttentionForm(
+    output="out_proj", norms="heads", norm_names=("q_layernorm", "k_layernorm")
+)
+LFM2_MLP = MLPForm(("w1", "w3"), "", "w2")
 SOFT_CAP = ("softcap", "attn_logit_softcapping")
 
 FAMILIES = (
@@ -211,11 +215,10 @@ FAMILIES = (
            MLPForm(("input_linear",), "activation", "output_linear"), layer=None,
            loss=LossForm(divided_by="logits_scaling", has_router=True), mixer=MixerForm(),
            names={"Mixer": "GraniteMoeHybridMambaLayer"}),
-    Family("lfm2", "Lfm2",
-           AttentionForm(output="out_proj", norms="heads",
-                         norm_names=("q_layernorm", "k_layernorm")),
-           MLPForm(("w1", "w3"), "", "w2"), layer=None, mixer=MixerForm(),
+    Family("lfm2", "Lfm2", LFM2_ATTENTION, LFM2_MLP, layer=None, mixer=MixerForm(),
            names={"Mixer": "Lfm2ShortConv"}),
+    Family("lfm2_moe", "Lfm2Moe", LFM2_ATTENTION, LFM2_MLP, layer=None, mixer=MixerForm(),
+           names={"Mixer": "Lfm2MoeShortConv"}),
     Family("glm4", "Glm4", AttentionForm(interleaved=True), GATE_UP, layer=GLM_LAYER, whole=True),
     Family("glm", "Glm", AttentionForm(interleaved=True), GATE_UP, whole=True),
     Family("ernie4_5", "Ernie4_5", AttentionForm(interleaved=True), whole=True),

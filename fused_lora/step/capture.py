@@ -1,12 +1,14 @@
-"""CUDA's side of a captured training step (`graph.py`): a stream, a memory pool, a capture."""
+"""CUDA's side of a captured training step (`graph.py`): a stream, a memory pool, a capture, and the
+buffers of its inputs."""
 
 import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -83,3 +85,20 @@ def noting(causes: list[Exception]) -> Iterator[None]:
     except Exception as error:
         causes.append(error)
         raise
+
+
+def empty_buffers(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a call's inputs with new memory on the device for each tensor among them."""
+    return {
+        name: torch.empty(value.shape, dtype=value.dtype, device=device)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def copy_into(buffers: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """Copy the tensors among a call's inputs into its buffers."""
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            buffers[name].copy_(value, non_blocking=True)

@@ -26,7 +26,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.utils import clip_grad_norm_
 
 from ..label_check import LabelsSeen, raise_earlier
-from .capture import Cuda, noting
+from .capture import Cuda, copy_into, empty_buffers, noting
 from .checkpoint import Checkpoint, policies_in
 from .flat_gradients import FlatGradients, Shadow
 from .graph_checks import (
@@ -215,9 +215,7 @@ class GraphedStep(Joinable):
         key = update, accumulated, self.model.training, form_of(inputs)
         graph = self._graphs.get(key) or self._new_graph(key, inputs, update)
         graph.labels.check(inputs, graph.inputs)
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                graph.inputs[name].copy_(value, non_blocking=True)
+        copy_into(graph.inputs, inputs)
         if update:
             self._learning_rates.copy()
         if graph.captured is None and graph.eager_calls < EAGER_CALLS:
@@ -278,12 +276,7 @@ class GraphedStep(Joinable):
                 f"GraphedStep: {given} would be graph {len(self._graphs) + 1} of "
                 f"max_graphs={self.max_graphs}: pad batches to few lengths, or raise max_graphs"
             )
-        buffers = {
-            name: torch.empty(value.shape, dtype=value.dtype, device=self._cuda.device)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in inputs.items()
-        }
+        buffers = empty_buffers(inputs, self._cuda.device)
         without_mask = LayersWithoutMask(self.model, inputs, self._padding)
         graph = _Graph(buffers, policies_in(self.model), without_mask)
         return self._graphs.setdefault(key, graph)

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import Cuda, noting
+from .capture import Cuda, copy_into, empty_buffers, noting
 from .checkpoint import policies_in
 from .graph import EAGER_CALLS
 from .graph_checks import addresses_of, form_of
 from .masks import MASK, LayersWithoutMask
 from .padding_seen import PaddingSeen
-from .replays import CapturedModule, Replays, copy_into
+from .replays import CapturedModule, Replays
 
 HIDDEN = "last_hidden_state"
 CACHES = ("past_key_values", "cache")  # as transformers up to 5.23 names it, and from 5.24 on
@@ -171,12 +171,7 @@ class GraphedModule:
         self, form: "_Form", inputs: dict[str, Any], trained: list[Tensor]
     ) -> CapturedModule:
         cuda = self._cuda[form.with_gradients]
-        buffers = {
-            name: torch.empty(one.shape, dtype=one.dtype, device=self._parameters[0].device)
-            if isinstance(one, Tensor)
-            else one
-            for name, one in inputs.items()
-        }
+        buffers = empty_buffers(inputs, self._parameters[0].device)
         copy_into(buffers, inputs)
         if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in trained):
             raise ValueError("a parameter has hooks, which a graph would not call: remove them")

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .capture import copy_into
+
 
 @dataclass(eq=False)
 class CapturedModule:
@@ -107,10 +109,3 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         ctx.call.owner.run_backward(ctx.call, gradient)
         return None, None
-
-
-def copy_into(buffers: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """Copy the tensors among a call's inputs into the graph's buffers."""
-    for name, value in inputs.items():
-        if isinstance(value, Tensor):
-            buffers[name].copy_(value, non_blocking=True)

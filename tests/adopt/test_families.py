@@ -117,7 +117,7 @@ def test_layers_that_run_whole_join_the_loss_where_they_run_again(policy, name, 
 
 # Families whose layers compute what another family's do, cast for cast.
 LIKE_OTHERS = ("Mistral", "Ministral", "Ministral 3", "CWM", "OLMo 3", "Qwen3-MoE", "Mixtral",
-               "Gemma 3, multimodal", "Llava")  # fmt: skip
+               "LFM2-MoE", "Gemma 3, multimodal", "Llava")  # fmt: skip
 
 
 @pytest.mark.slow("SmolLM3")

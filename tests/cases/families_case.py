@@ -187,6 +187,17 @@ def slow_parts(tower: str) -> dict[str, str]:
 # transformers 5.24 takes no sdpa for it, which would not cap its scores
 SOFT_CAPPED = ("" if transformers.Gemma2PreTrainedModel._supports_sdpa
                else "self_attn: its attention is eager, which soft-caps its scores")  # fmt: skip
+CONV = {"layer_types": ["conv", "full_attention"]}
+LFM2_PARTS = {
+    "fused": {"mlp": ("0:feed_forward",), "rope": ("1:self_attn",),
+              "attention": ("0:conv.in_proj", "0:conv.out_proj", "1:self_attn",
+                            "1:self_attn.out_proj"),
+              "rms_norm": ("operator_norm", "ffn_norm", "1:self_attn.q_layernorm",
+                           "1:self_attn.k_layernorm")},
+    "last_norm": "embedding_norm",
+    "functions": {"LoRA_Attention": 1, "LoRA_W": 2},
+    "not_whole": "it has no decoder layer with",
+}  # fmt: skip
 NOT_ONE_LAYER = "Gemma4TextDecoderLayer is not a layer class"
 GEMMA_4 = {
     "final_logit_softcapping": 2.0,
@@ -231,15 +242,10 @@ FAMILIES = {
         functions={"LoRA_Attention": 1, "LoRA_W": 2}, not_whole="it has no decoder layer with",
     ),
     "LFM2": Family(
-        "Lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-        fused={"mlp": ("feed_forward",), "rope": ("1:self_attn",),
-               "attention": ("0:conv.in_proj", "0:conv.out_proj", "1:self_attn",
-                             "1:self_attn.out_proj"),
-               "rms_norm": ("operator_norm", "ffn_norm", "1:self_attn.q_layernorm",
-                            "1:self_attn.k_layernorm")},
-        last_norm="embedding_norm",
-        functions={"LoRA_Attention": 1, "LoRA_W": 2}, not_whole="it has no decoder layer with",
+        "Lfm2", CONV | {"block_auto_adjust_ff_dim": False},
+        **LFM2_PARTS | {"fused": LFM2_PARTS["fused"] | {"mlp": ("feed_forward",)}},
     ),
+    "LFM2-MoE": Family("Lfm2Moe", EXPERTS | CONV | {"num_dense_layers": 1}, **LFM2_PARTS),
     "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),
     "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),
     "Qwen3-MoE": Family(
