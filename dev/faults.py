@@ -77,7 +77,7 @@ FAULTS = (
           "adopt", "fuse_4bit fuse_users"),
     Fault("fused_lora/layer/decoder_layer.py", "if x.dtype != like.dtype:", "if False:", "adopt",
           "fuse_4bit"),
-    Fault("fused_lora/adopt/four_bit/border.py", "kept_places == places and", "", "adopt",
+    Fault("fused_lora/adopt/scratch_border.py", "kept_places == places and", "", "adopt",
           "fuse_users fuse_4bit"),
     Fault("fused_lora/layer/adapter_sums.py", "gradient, scaling)]))", "gradient, 1.0)]))",
           "kernels", "decoder_layer"),
