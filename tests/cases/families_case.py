@@ -232,20 +232,22 @@ FAMILIES = {
     ),
     "Granite 4, hybrid": Family(
         "GraniteMoeHybrid",
-        EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4,
-                   "mamba_d_state": 8, "mamba_chunk_size": 4, "shared_intermediate_size": 24,
-                   "position_embedding_type": "rope", "attention_multiplier": 0.3,
-                   "residual_multiplier": 0.3, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
+        TOP_2 | {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4,
+                 "mamba_d_state": 8, "mamba_chunk_size": 4, "shared_intermediate_size": 24,
+                 "position_embedding_type": "rope", "attention_multiplier": 0.3,
+                 "residual_multiplier": 0.3, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
         fused={"mlp": ("shared_mlp",), "rope": ("1:self_attn",),
                "attention": ("0:mamba.in_proj", "0:mamba.out_proj", "1:self_attn",
                              "1:self_attn.o_proj")},
+        left={"base_model.model.model.layers.0.mamba.norm":
+              "GraniteMoeHybridRMSNormGated is not a gated norm class"},
         functions={"LoRA_Attention": 1, "LoRA_W": 2}, not_whole="it has no decoder layer with",
     ),
     "LFM2": Family(
         "Lfm2", CONV | {"block_auto_adjust_ff_dim": False},
         **LFM2_PARTS | {"fused": LFM2_PARTS["fused"] | {"mlp": ("feed_forward",)}},
     ),
-    "LFM2-MoE": Family("Lfm2Moe", EXPERTS | CONV | {"num_dense_layers": 1}, **LFM2_PARTS),
+    "LFM2-MoE": Family("Lfm2Moe", TOP_2 | CONV | {"num_dense_layers": 1}, **LFM2_PARTS),
     "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),
     "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),
     "Qwen3-MoE": Family(
