@@ -239,8 +239,7 @@ FAMILIES = {
         fused={"mlp": ("shared_mlp",), "rope": ("1:self_attn",),
                "attention": ("0:mamba.in_proj", "0:mamba.out_proj", "1:self_attn",
                              "1:self_attn.o_proj")},
-        left={"base_model.model.model.layers.0.mamba.norm":
-              "GraniteMoeHybridRMSNormGated is not a gated norm class"},
+        left={"base_model.model.model.layers.0.mamba.norm": "is not a gated norm class"},
         functions={"LoRA_Attention": 1, "LoRA_W": 2}, not_whole="it has no decoder layer with",
     ),
     "LFM2": Family(
