@@ -55,7 +55,7 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
             watch.book("floor")
         runner = Runner(plan, run, save_and_finish, advance, say, watch)
         while todo:
-            if others := others_on_gpu(plan.device, plan.allow_shared_gpu):
+            if others := others_on_gpu(plan.device, plan.allow_shared_gpu, plan.gpus):
                 raise RuntimeError(others)
             todo = runner.go_on(todo)
             watch.book("other")

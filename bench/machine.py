@@ -57,17 +57,16 @@ def gpu_name() -> str:
     return _text(pynvml.nvmlDeviceGetName(gpu_handle()))
 
 
-def gpu_handle():
-    """Return NVML's handle of the first GPU that CUDA would use, or None."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.split(",")[0].strip() in ("", "-1"):
+def gpu_handle(number: int = 0):
+    """Return NVML's handle of one of the `visible_gpus`, the first by default, or None."""
+    names = visible_gpus()
+    if number >= len(names):
         return None
     try:
         pynvml.nvmlInit()
-        first = visible.split(",")[0].strip() if visible else "0"
-        if first.isdigit():
-            return pynvml.nvmlDeviceGetHandleByIndex(int(first))
-        return pynvml.nvmlDeviceGetHandleByUUID(first)
+        if names[number].isdigit():
+            return pynvml.nvmlDeviceGetHandleByIndex(int(names[number]))
+        return pynvml.nvmlDeviceGetHandleByUUID(names[number])
     except pynvml.NVMLError:
         return None
 
@@ -147,13 +146,16 @@ def card() -> str | None:
     return sha256(_text(uuid).encode()).hexdigest()[:8]
 
 
-def other_processes(own: int) -> int | None:
-    """Count the processes that compute on the GPU besides `own` of ours. None: it cannot be read.
+def other_processes(own: int, gpus: int = 1) -> int | None:
+    """Count the processes that compute on the GPU besides `own` of ours, on the busiest of the
+    first `gpus`. None: it cannot be read.
 
     We only count: in a container process ids are not the host's.
     """
-    processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu_handle())
-    return None if processes is None else max(0, len(processes) - own)
+    ask = pynvml.nvmlDeviceGetComputeRunningProcesses
+    on_each = [_ask(ask, gpu_handle(number)) for number in range(gpus)]
+    counts = [len(processes) for processes in on_each if processes is not None]
+    return max(0, max(counts) - own) if counts else None
 
 
 def host_launch_us() -> float | None:

@@ -277,11 +277,13 @@ def why_unavailable(variant: str, device: str, base: Base = BF16) -> str | None:
     return None
 
 
-def others_on_gpu(device: str, allow_shared: bool) -> str | None:
-    """Return a message if other processes compute on the GPU. Ask when none of ours holds it."""
+def others_on_gpu(device: str, allow_shared: bool, gpus: int = 1) -> str | None:
+    """Return a message if other processes compute on the GPUs. Ask when none of ours holds one."""
     from bench import machine
 
-    others = machine.other_processes(own=0) if device == "cuda" and not allow_shared else None
+    if device != "cuda" or allow_shared:
+        return None
+    others = machine.other_processes(own=0, gpus=gpus)
     if not others:
         return None
     return (

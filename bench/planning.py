@@ -55,7 +55,7 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
         beside = f"this command measures beside it: {command_beside(argv[1:], folder)}"
         run = store.continue_from(path, fresh, beside)
         # the last check: wrong arguments are reported whoever else is on the GPU
-        if others := options.others_on_gpu(plan.device, plan.allow_shared_gpu):
+        if others := options.others_on_gpu(plan.device, plan.allow_shared_gpu, plan.gpus):
             raise ValueError(others)
         yield plan, run, path
 

@@ -77,7 +77,7 @@ FAULTS = (
           "adopt", "fuse_4bit fuse_users"),
     Fault("fused_lora/layer/decoder_layer.py", "if x.dtype != like.dtype:", "if False:", "adopt",
           "fuse_4bit"),
-    Fault("fused_lora/adopt/four_bit/border.py", "kept_places == places and", "", "adopt",
+    Fault("fused_lora/adopt/scratch_border.py", "kept_places == places and", "", "adopt",
           "fuse_users fuse_4bit"),
     Fault("fused_lora/layer/adapter_sums.py", "gradient, scaling)]))", "gradient, 1.0)]))",
           "kernels", "decoder_layer"),
@@ -118,6 +118,7 @@ FAULTS = (
     # --- the root ---
     Fault("batches.py", "(IGNORED, *one.labels[1:])", "one.labels", "bench", "batches"),
     Fault("trainer.py", "else loss / self.accumulate)", "else loss)", "bench", "trainer"),
+    Fault("trainer.py", "group.size() > 1", "group.size() > 2", "bench", "several_gpus"),
     # --- twenty that were not looked at while the cases of `make test` were chosen ---
     Fault("fused_mlp/fast_lora.py", "x if need_gate_A or need_up_A else None",
           "x if need_gate_A else None", "kernels", "contract_autograd"),

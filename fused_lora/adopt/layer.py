@@ -29,13 +29,13 @@ from .borders import Border, LayerBorders
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp, is_sharded, may_shard_later
 from .foreign.versions import class_forward
-from .four_bit.border import PackedBorder
 from .known import known_form
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias
 from .refusal import Refusal, attempt, refuse
 from .rms_norm import normed_layer_forward
+from .scratch_border import ScratchBorder
 from .site import FusedForward
 
 
@@ -52,7 +52,7 @@ class BorderedForward(FusedForward):
     ):
         super().__init__(function, module, parts)
         if borders is None or kind not in (None, borders.kind):
-            borders = LayerBorders(kind or PackedBorder)
+            borders = LayerBorders(kind or ScratchBorder)
         self.borders = borders
 
     @property
@@ -174,7 +174,7 @@ def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection
             f"layer_replication gives it the base weights of {borders.replica_of}: only the first "
             "runs whole"
         )
-    kind = PackedBorder if borders is None else borders.kind
+    kind = ScratchBorder if borders is None else borders.kind
     refuse(kind.why_not(layer))
     return read_groups(layer, asked or kind)
 

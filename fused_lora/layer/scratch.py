@@ -4,6 +4,9 @@ Weights in 4 bits cannot be multiplied as they are. Before a layer's forward, an
 backward, one launch writes all of them into matrices that the layers of a model take in turns
 (`kernels/dequantize_4bit.py`). A recomputed forward and the backward after it share one launch.
 For Qwen2.5-3B these matrices are 154 MB, and both passes over all layers write 11 GB.
+
+Weights that FSDP2 shards over ranks are plain only while it has gathered them, each by itself. They
+are copied into the same matrices.
 """
 
 import itertools
@@ -93,7 +96,8 @@ def _as_words(weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     by element, which takes longer the smaller these are."""
     elements = 8 // weight.element_size()
     sizes = (size for one in (weight, rows) for size in (one.stride(0), one.storage_offset()))
-    if weight.dtype != rows.dtype or any(size % elements for size in (weight.shape[1], *sizes)):
+    is_alike = weight.dtype == rows.dtype and weight.stride(1) == 1
+    if not is_alike or any(size % elements for size in (weight.shape[1], *sizes)):
         return weight, rows
     return weight.view(torch.int64), rows.view(torch.int64)
 

@@ -213,7 +213,7 @@ def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
     capsys, tmp_path, monkeypatch, late
 ):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    monkeypatch.setattr(machine, "other_processes", lambda own: 3)
+    monkeypatch.setattr(machine, "other_processes", lambda own, gpus=1: 3)
     out = tmp_path / "out"
     assert "3 other processes compute on the GPU" in bad(capsys, out, *late[:2])
     no_answer = "no row of --data reaches far enough into an answer to train every adapter"

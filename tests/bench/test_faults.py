@@ -89,12 +89,12 @@ def test_out_of_memory_at_one_length_goes_on_with_the_next_in_a_fresh_process(ru
 
 
 def test_another_process_on_the_gpu_stops_the_run_before_it_begins(monkeypatch):
-    monkeypatch.setattr(machine, "other_processes", lambda own: 2 - own)
+    monkeypatch.setattr(machine, "other_processes", lambda own, gpus=1: 2 - own)
     said = options.others_on_gpu("cuda", False)
     assert said.startswith("2 other processes ") and said.endswith(" --allow-shared-gpu")
     assert options.others_on_gpu("cuda", True) is None
     assert options.others_on_gpu("cpu", False) is None
-    monkeypatch.setattr(machine, "other_processes", lambda own: None)
+    monkeypatch.setattr(machine, "other_processes", lambda own, gpus=1: None)
     assert options.others_on_gpu("cuda", False) is None  # a driver that does not say
 
 

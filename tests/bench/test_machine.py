@@ -164,6 +164,14 @@ def test_processes_besides_ours_are_counted(there, own, others, driver):
     assert other_processes(own=own) == others
 
 
+def test_processes_are_counted_on_the_busiest_of_several_gpus(driver, monkeypatch):
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda number: number)
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda number: ["another's"] * number
+    )
+    assert (other_processes(own=0), other_processes(own=0, gpus=2)) == (0, 1)
+
+
 # --- the environment ------------------------------------------------------------------------------
 
 H200 = Gpu(

@@ -44,7 +44,7 @@ def plan(request, tmp_path, monkeypatch, checkpoint):
         environment = example.environment()
         monkeypatch.setattr(machine, "environment", lambda: environment)
         monkeypatch.setattr(machine, "gpu_name", lambda: "NVIDIA H100")
-        monkeypatch.setattr(machine, "other_processes", lambda own: 0)
+        monkeypatch.setattr(machine, "other_processes", lambda own, gpus=1: 0)
         monkeypatch.setattr(machine, "visible_gpus", lambda: list("0123"))
 
     def planned(*words, save=True):

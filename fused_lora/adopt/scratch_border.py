@@ -12,18 +12,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.rows import empty_rows
-from ...layer.buffer import Bordered, Buffer
-from ...layer.scratch import Scratch, ScratchBuffer, Scratches
-from ..borders import Border, Layout, held_bias, layout_of, move_biases
-from ..foreign.parallel import may_gather
-from ..projection import Projection
-from .reading import packed, places_of
+from ..kernels.rows import empty_rows
+from ..layer.buffer import Bordered, Buffer
+from ..layer.scratch import Scratch, ScratchBuffer, Scratches
+from .borders import Border, Layout, held_bias, layout_of, move_biases
+from .foreign.parallel import may_gather
+from .four_bit.reading import packed, places_of
+from .projection import Projection
 
 
-class PackedBorder(Border):
+class ScratchBorder(Border):
     """A Border that also takes weights in 4 bits, beside others or alone, and those that FSDP2
-    gathers. Where there are none, it is a Border."""
+    gathers. Both are written into a scratch in each pass. Without any, it is a Border."""
 
     may_wait = True
 
