@@ -233,9 +233,9 @@ FAMILIES = {
     "Granite 4, hybrid": Family(
         "GraniteMoeHybrid",
         TOP_2 | {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4,
-                 "mamba_d_state": 8, "mamba_chunk_size": 4, "shared_intermediate_size": 24,
-                 "position_embedding_type": "rope", "attention_multiplier": 0.3,
-                 "residual_multiplier": 0.3, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
+                   "mamba_d_state": 8, "mamba_chunk_size": 4, "shared_intermediate_size": 24,
+                   "position_embedding_type": "rope", "attention_multiplier": 0.3,
+                   "residual_multiplier": 0.3, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
         fused={"mlp": ("shared_mlp",), "rope": ("1:self_attn",),
                "attention": ("0:mamba.in_proj", "0:mamba.out_proj", "1:self_attn",
                              "1:self_attn.o_proj")},
