@@ -97,9 +97,6 @@ class Border:
         """Prepare a linear layer whose weight will lie in such a buffer."""
         let_save(base)
 
-    def see(self, reads: Sequence[Projection]) -> None:
-        """Note the weights that are here when `fuse` is called."""
-
     @staticmethod
     def settle(model: nn.Module) -> None:
         """Adjust a model for other libraries, once its forwards are set and its weights moved."""
@@ -239,10 +236,6 @@ class LayerBorders(Filling):
         for border in self.borders:
             if (buffer := border.buffer()) is not None:
                 buffer.key = None
-
-    def see(self, groups: Sequence[Sequence[Projection]]) -> None:
-        for border, reads in zip(self.borders, groups, strict=True):
-            border.see(reads)
 
     def find_or_make(
         self,

@@ -83,10 +83,8 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         owner.borders.handover, owner.borders.scratches = handover, scratches
         owner.borders.replica_of = replica_of
         reads, reason = attempt(_read, layer)
-        if not reason:
-            owner.borders.see(reads)
-            if not _waits(reads[0][0].weight, owner.borders.kind):
-                owner.borders.find_or_make(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
+        if not reason and not _waits(reads[0][0].weight, owner.borders.kind):
+            owner.borders.find_or_make(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
         for base in base_layers(layer):
             owner.borders.kind.take_in(base)
 

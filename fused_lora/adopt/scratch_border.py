@@ -6,7 +6,6 @@ each. They come back in the same parameters, which it has made itself, so a buff
 and copy them in each pass.
 """
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,7 @@ from ..kernels.rows import empty_rows
 from ..layer.buffer import Bordered, Buffer
 from ..layer.scratch import Scratch, ScratchBuffer, Scratches
 from .borders import Border, Layout, held_bias, layout_of, move_biases
-from .foreign.parallel import may_gather
+from .foreign.parallel import is_gathered_in
 from .four_bit.reading import packed, places_of
 from .projection import Projection
 
@@ -29,17 +28,7 @@ class ScratchBorder(Border):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: list[weakref.ref[Tensor]] = []
         self._kept: tuple[tuple, Layout, ScratchBuffer] | None = None
-
-    def see(self, reads: Sequence[Projection]) -> None:
-        self._seen = [weakref.ref(_parameter_of(read)) for read in reads]
-
-    def _is_gathered(self, read: Projection) -> bool:
-        """Return True for a weight that FSDP2 has put here for this pass. Those that it ignores are
-        still what `fuse` has seen."""
-        parameter = _parameter_of(read)
-        return may_gather(read.base) and all(seen() is not parameter for seen in self._seen)
 
     def buffer(self) -> Buffer | None:
         return super().buffer() if self._kept is None else self._kept[2]
@@ -52,7 +41,7 @@ class ScratchBorder(Border):
         dtype: torch.dtype,
         scratches: Scratches,
     ) -> tuple[Bordered, bool]:
-        is_gathered = any(map(self._is_gathered, reads))
+        is_gathered = any(is_gathered_in(read.base) for read in reads)
         if not is_gathered and not any(read.is_packed for read in reads):
             self._kept = None
             return super().find_or_make(reads, parts, ranks, dtype, scratches)

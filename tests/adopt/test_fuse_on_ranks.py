@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt.layer import borders_of
 
 RANKS, UPDATES = 2, 3
 EVERYTHING = Fusion(**ALL, layer=True, checkpoint="full")
@@ -167,6 +168,9 @@ def kept(rank, device, how, fused, folder):
 
     step(update=True)
     want = step(update=False)
+    is_copied = "all" in how or "4 bits" in fused
+    for layer in model.get_submodule(LAYERS):
+        assert bool(borders_of(layer).scratches) == is_copied  # weights on each rank lie in place
     saved = get_model_state_dict(model, options=WHOLE)
     if rank == 0:
         model.save_pretrained(folder, state_dict=saved)

@@ -65,8 +65,9 @@ def between_forwards() -> Iterator[None]:
         _thread.is_between = before
 
 
-def may_gather(module: nn.Module | None) -> bool:
-    """Return True in a forward within FSDP2: a weight may lie here for this pass alone."""
+def is_gathered_in(module: nn.Module | None) -> bool:
+    """Return True in a forward for a module whose weights FSDP2 has gathered. It marks no module
+    whose weights it ignores."""
     return module is not None and is_in_fsdp(module) and not _thread.is_between
 
 
