@@ -157,7 +157,7 @@ class _Process:
     def __init__(self, function: Callable[..., None], arguments: tuple, takes_turns: bool = False):
         self.log = locked_log()
         self.hangs_after_s: float | None = None
-        self.killed_at: float | None = None  # once it is told to stop, on the monotonic clock
+        self.killed_at: float | None = None  # once asked to stop, on the monotonic clock
         context = multiprocessing.get_context("spawn")  # fork would copy CUDA's and torch's state
         self.connection, childs = context.Pipe()
         given = (childs, self.log.name, function, arguments, takes_turns)

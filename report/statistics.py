@@ -153,8 +153,8 @@ def verdict_of(speedup: float, ci95: Interval | None, band: Interval | None) -> 
 
 
 def why_no_verdicts(run: Run) -> str | None:
-    """Say what a run lacks for verdicts on its speedups, and what provides it; None if nothing. Runs
-    on several GPUs show no speedups."""
+    """Say what a run lacks for verdicts on its speedups, and what provides it. None: nothing, or it
+    shows none, as on several GPUs."""
     if run.experiment.gpus > 1:
         return None
     if run.experiment.rounds < 2:
