@@ -129,9 +129,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{size}", type=int, default=usual)
     asked = parser.parse_args(arguments)
     if not Path(asked.model).exists():
-        parser.exit(
-            2, f"--model {asked.model}: no such file; give one of configs/*.json\n"
-        )
+        parser.exit(2, f"--model {asked.model}: no such file; give one of configs/*.json\n")
     if "LOCAL_RANK" not in os.environ:
         parser.exit(2, "start it with torchrun --nproc-per-node N -m bench.sharded\n")
     return asked
