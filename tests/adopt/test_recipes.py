@@ -58,7 +58,9 @@ def passes_of(model):
 
 
 def weights_of(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+    """On the CPU, where Lightning leaves a model that it has trained."""
+    trained = [p.detach() for p in trainer.model.parameters() if p.requires_grad]
+    return torch.cat([one.flatten() for one in trained]).cpu()
 
 
 def train(trainer):

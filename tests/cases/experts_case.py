@@ -75,5 +75,5 @@ def eager(x, weights, gate_up_A, gate_up_B, down_A, down_B, chosen, f):
         unused = output.new_zeros(0, output.shape[1])
         parts.append(torch.stack(outputs) if outputs else unused)
     routed = weights.reshape(every.shape).to(parts[0].dtype)
-    output = (torch.stack(parts, 1) * routed[..., None]).sum(1)
-    return output.view(*x.shape)
+    output = (torch.stack(parts, 1) * routed[..., None]).sum(1)  # fp32 under CUDA's autocast
+    return output.to(parts[0].dtype).view(*x.shape)

@@ -30,8 +30,8 @@ class Recipe(NamedTuple):
     """A script, and what we say of it: the page's cells.
 
     make: returns the trainer, given a device, a folder and how many steps it takes. loss: the
-    function of ours that computes it, or the reason why none does. graphs: "yes", the error of
-    `graph_steps`, or "not run yet".
+    function of ours that computes it, or the reason why none does. graphs: "yes", or the error of
+    `graph_steps`.
     """
 
     make: Callable[[str, Any, int], Any]
@@ -172,7 +172,7 @@ RECIPES = {
         "messages",
     ),
     "SFT, NEFTune": Recipe(
-        partial(_trl, "SFT", neftune_noise_alpha=5), "log_probs", "not run yet",
+        partial(_trl, "SFT", neftune_noise_alpha=5), "log_probs", "yes",
         "under a seed the noise is plain PEFT's",
     ),
     'SFT, `loss_type="dft"`': Recipe(
