@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
                 return run_kernels(plan, run, path)
             return run_and_draw(plan, run, path)
         except KeyboardInterrupt as stop:
-            print(f"\nStopped; {path} holds what was measured, the same command continues.")
+            held = f"{path} holds what was measured, the same command continues"
+            print(f"\nStopped; {held if path.is_file() else 'nothing was measured yet'}.")
             return exit_code_of(stop)
         except OSError as error:
             said = f"{error.filename}: {error.strerror}" if error.filename else str(error)

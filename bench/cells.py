@@ -33,6 +33,7 @@ from trainer import (
 from variants import recipe_of
 
 Send = Callable[[dict[str, Any]], None]
+ENDS_PROCESS = ("oom", "error")  # the status of a cell that its process does not outlive
 
 
 class Block(NamedTuple):
@@ -113,7 +114,7 @@ def measure_cells(
             if ranks:
                 cell.error = f"GPU {plan.gpu}: {cell.error}"
         send({"cell": cell})
-        if cell.status in ("oom", "error"):
+        if cell.status in ENDS_PROCESS:
             return
         if seq_len not in [length for _, length in todo[phase + 1 : phase + 2]]:
             trainer = None  # and with it the memory of its graphs
@@ -125,13 +126,13 @@ def measure_cells_on_gpu(
 ) -> None:
     """Do as `measure_cells`, in the process of `plan.gpu`, together with those of all `plan.gpus`.
 
-    A cell that fails on one of them stops them all. This process then waits to be ended: the others
-    would fail of its end, and say so first.
+    A cell that fails on one of them stops them all, unless it is parity, which then fails on all.
+    This process then waits to be ended: the others would fail of its end, and say so first.
     """
 
     def send_and_wait(message: dict[str, Any]) -> None:
         send(message)
-        if "cell" in message and message["cell"].status != "ok":
+        if "cell" in message and message["cell"].status in ENDS_PROCESS:
             signal.pause()
 
     measure_cells(send_and_wait, plan, variant, todo, ranks=Ranks.joined(plan, store))

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -156,6 +157,7 @@ class _Process:
     def __init__(self, function: Callable[..., None], arguments: tuple, takes_turns: bool = False):
         self.log = locked_log()
         self.hangs_after_s: float | None = None
+        self.killed_at: float | None = None  # once asked to stop, on the monotonic clock
         context = multiprocessing.get_context("spawn")  # fork would copy CUDA's and torch's state
         self.connection, childs = context.Pipe()
         given = (childs, self.log.name, function, arguments, takes_turns)
@@ -205,10 +207,13 @@ class _Process:
         """Ask it to clean up and end, if it still runs."""
         if self.process.is_alive():
             self.process.terminate()
+        if self.killed_at is None:
+            self.killed_at = time.monotonic() + TERMINATE_GRACE_S
 
     def _stop(self) -> None:
         self.terminate()
-        self.process.join(TERMINATE_GRACE_S)
+        assert self.killed_at is not None
+        self.process.join(max(0.0, self.killed_at - time.monotonic()))
         if self.process.is_alive():
             self.process.kill()
         self.process.join()

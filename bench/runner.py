@@ -9,7 +9,7 @@ from typing import Any
 
 from bench import audit
 from bench import processes as isolated
-from bench.cells import Block, measure_cells, measure_cells_on_gpu
+from bench.cells import ENDS_PROCESS, Block, measure_cells, measure_cells_on_gpu
 from bench.options import SHORT, why_unavailable
 from bench.plan import Plan
 from bench.records import Cell, Run
@@ -112,7 +112,7 @@ class Runner:
         cell that fails on any of them is the last."""
 
         def hear(gpu: int, message: dict[str, Any]) -> bool:
-            has_failed = "cell" in message and message["cell"].status != "ok"
+            has_failed = "cell" in message and message["cell"].status in ENDS_PROCESS
             if gpu == 0 or has_failed:
                 self.hear(message, blocks, done)
             return has_failed

@@ -12,6 +12,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,7 +127,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         ("tokens", 4096), ("batch-size", 1), ("lora-rank", 16), ("warm-up", 3), ("steps", 10)
     ):  # fmt: skip
         parser.add_argument(f"--{size}", type=int, default=usual)
-    return parser.parse_args(arguments)
+    asked = parser.parse_args(arguments)
+    if not Path(asked.model).exists():
+        parser.exit(2, f"--model {asked.model}: no such file; give one of configs/*.json\n")
+    if "LOCAL_RANK" not in os.environ:
+        parser.exit(2, "start it with torchrun --nproc-per-node N -m bench.sharded\n")
+    return asked
 
 
 def train_each(asked: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:

@@ -153,7 +153,10 @@ def verdict_of(speedup: float, ci95: Interval | None, band: Interval | None) -> 
 
 
 def why_no_verdicts(run: Run) -> str | None:
-    """Say what a run lacks for verdicts on its speedups, and what provides it; None if nothing."""
+    """Say what a run lacks for verdicts on its speedups, and what provides it. None: nothing, or it
+    shows none, as on several GPUs."""
+    if run.experiment.gpus > 1:
+        return None
     if run.experiment.rounds < 2:
         return "one round gives numbers without verdicts: --rounds 4 gives both"
     if AGAIN not in run.experiment.variants:

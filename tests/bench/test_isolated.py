@@ -184,6 +184,25 @@ def test_processes_at_once_end_with_the_first_that_fails_or_when_enough_is_heard
     assert multiprocessing.active_children() == []
 
 
+def ignore_the_end(send):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a GPU does that waits for another
+    send("deaf")
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_end_when_told_are_killed_together(monkeypatch):
+    monkeypatch.setattr(isolated, "TERMINATE_GRACE_S", 2)
+    heard = []
+
+    def hear(index, message):
+        heard.append(time.monotonic())
+        return len(heard) == 3
+
+    isolated.run_at_once(ignore_the_end, [()] * 3, hear)
+    assert 2 <= time.monotonic() - heard[-1] < 2 * 2
+
+
 def be_killed_while_waiting(send, folder, name, wait_for_turn=None):
     """Let a kill b in its turn, while b waits."""
     Path(folder, name).write_text(str(os.getpid()))

@@ -118,6 +118,16 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
 # --- stops ----------------------------------------------------------------------------------------
 
 
+def test_a_stop_before_anything_is_measured_says_so(command, tmp_path, monkeypatch, capsys):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(isolated, "run", stop)
+    assert lora_bench.main(command(tmp_path)) == 130
+    assert "Stopped; nothing was measured yet." in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     command, tmp_path, monkeypatch, capsys, request
