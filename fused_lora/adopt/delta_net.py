@@ -17,8 +17,15 @@ from .foreign.delta_rule import NAME, delta_rule
 from .foreign.versions import CACHE, RULE_REPEATS_HEADS, STATES, class_forward
 from .four_bit.parts import why_not_input, written
 from .known import known_form, why_not_class
-from .linear import Reads, frozen_linear, read_projections, run_alone, tensors_of
-from .projection import seed_for, why_call
+from .linear import (
+    Reads,
+    frozen_linear,
+    read_projections,
+    run_alone,
+    tensors_of,
+    traced_if_possible,
+)
+from .projection import Projection, seed_for, why_call
 from .refusal import attempt, refuse
 from .site import having
 
@@ -109,7 +116,12 @@ def _run_in(net: Any, reads: Reads, x: Tensor) -> tuple[Tensor, ...]:
     if reads.left:
         names = known_form(net, "GatedDeltaNet").projections
         return tuple(run_alone(net, getattr(net, name), x) for name in names)
-    found, write_again = written(net, reads.fit)
+    return _run_together(net, reads.fit, x)
+
+
+@traced_if_possible
+def _run_together(net: nn.Module, reads: list[Projection], x: Tensor) -> tuple[Tensor, ...]:
+    found, write_again = written(net, reads)
     layers = tuple(map(frozen_linear, found))
     frozen = FrozenGroup(layers, seed_for(x, *(one.dropout for one in found)), write_again)
     return LoRA_Group.apply(x, *tensors_of(found), frozen)
