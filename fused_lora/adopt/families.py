@@ -58,7 +58,7 @@ class MLPForm(NamedTuple):
 class MixerForm(NamedTuple):
     """A convolution or a recurrence instead of attention. It stays the library's.
 
-    projections: its linear layers that are a function on their own each.
+    projections: the linear layers of it that run fused, each as a function on its own.
     """
 
     projections: tuple[str, ...] = ("in_proj", "out_proj")

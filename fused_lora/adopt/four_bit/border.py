@@ -36,8 +36,8 @@ class PackedBorder(Border):
         self._seen = [weakref.ref(_parameter_of(read)) for read in reads]
 
     def _is_gathered(self, read: Projection) -> bool:
-        """Return True for a weight that FSDP2 has put here for this pass. Those that it ignores are
-        still what `fuse` has seen."""
+        """Return True for a weight that FSDP2 has put here for this pass. Weights that it ignores
+        are still those that `fuse` saw."""
         parameter = _parameter_of(read)
         return may_gather(read.base) and all(seen() is not parameter for seen in self._seen)
 
