@@ -191,8 +191,12 @@ class _Asked:
         return False
 
     def _may_lie_in(self, switch: str) -> bool:
-        kind, layers = KINDS[switch], SWITCHES["layer"].candidates(self.model)
-        why_not = {f"{name}{kind.precision}": kind.why_not(one) for name, one, _ in layers}
+        kind = KINDS[switch]
+        why_not = {
+            f"{name}{kind.precision}": kind.why_not(layer)
+            for name, layer, site in switches_for(kind)["layer"].candidates(self.model)
+            if site.why_not(self.model, name) is None  # else it runs in parts
+        }
         reasons = {name: why for name, why in why_not.items() if why}
         if reasons and self.strict:
             reason = next(iter(reasons.values()))

@@ -76,9 +76,9 @@ class FrozenExperts(NamedTuple):
 class Routing(NamedTuple):
     """The rows of a mixture, sorted by expert, and within an expert by token.
 
-    experts: [rows], the expert of each row. order: [rows], the place in `chosen` that it is from.
-    places: [..., top_k], the row of each place. ends: [experts] int32, the end of each expert's
-    rows.
+    experts: [rows], the expert of each row. order: [rows], the index of each row in the flattened
+    `chosen`. places: [..., top_k], the row of each entry of `chosen`. ends: [experts] int32, the
+    end of each expert's rows.
     """
 
     experts: Tensor

@@ -14,8 +14,8 @@ from .lora_linear import FrozenLinear, group_backward, group_forward
 
 
 class FrozenGroup(NamedTuple):
-    """The operands of LoRA_Group that it does not train. seed: for all masks, as for LoRA_W, but
-    here alone. write_again: as in FrozenMLP, for all weights."""
+    """The operands of LoRA_Group that it does not train. seed: as for LoRA_W, one for all masks;
+    the layers' own are not read. write_again: as in FrozenMLP, for all weights."""
 
     layers: tuple[FrozenLinear, ...]
     seed: Tensor | None = None  # [1] int64

@@ -20,8 +20,8 @@ WISHES = ("adapters are merged", "adapters are active", "adapters have been unlo
 
 
 def say_once(module: nn.Module, reason: str) -> None:
-    """Warn once that a module steps aside, unless the user asked for the reason. In compiled code
-    that is once for each time it is traced."""
+    """Warn once that a module steps aside, unless the user asked for the reason. Compiled code
+    warns each time it is traced."""
     owner = owner_of(module) or owner_of(module, HOOKED)
     if owner is None or reason in owner.reported or any(wish in reason for wish in WISHES):
         return

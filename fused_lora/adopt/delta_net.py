@@ -2,7 +2,7 @@
 recurrence that stay those of the libraries that transformers has chosen."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,12 +54,6 @@ def read_delta_net(net: Any) -> DeltaNetRead:
         refuse(f"conv1d: {reason}")
     reads = read_projections(net, known_form(net, "GatedDeltaNet").projections)
     return DeltaNetRead(reads, *delta_rule(net))
-
-
-def output_projections_of_delta_nets(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, net in delta_nets(model):
-        if hasattr(net.out_proj, "lora_A"):  # without an adapter it is best left alone
-            yield f"{name}.out_proj", net.get_submodule("out_proj")
 
 
 def delta_net_forward(
@@ -120,7 +114,7 @@ def _run_in(net: Any, reads: Reads, x: Tensor) -> tuple[Tensor, ...]:
 
 
 @traced_if_possible
-def _run_together(net: Any, reads: list[Projection], x: Tensor) -> tuple[Tensor, ...]:
+def _run_together(net: nn.Module, reads: list[Projection], x: Tensor) -> tuple[Tensor, ...]:
     found, write_again = written(net, reads)
     layers = tuple(map(frozen_linear, found))
     frozen = FrozenGroup(layers, seed_for(x, *(one.dropout for one in found)), write_again)

@@ -58,7 +58,7 @@ class MLPForm(NamedTuple):
 class MixerForm(NamedTuple):
     """A convolution or a recurrence instead of attention. It stays the library's.
 
-    projections: its linear layers. Each is a function on its own.
+    projections: the linear layers of it that run fused, each as a function on its own.
     """
 
     projections: tuple[str, ...] = ("in_proj", "out_proj")
@@ -91,7 +91,7 @@ class DeltaNetForm(NamedTuple):
     """A gated delta net: in-projections, a causal convolution of [q | k | v], the recurrence on q,
     k, v, sigmoid(b) and -exp(A_log) softplus(a + dt_bias), its norm with the gate z, out_proj.
 
-    projections: its layers for [q | k | v], z, b and a.
+    projections: its layers for [q | k | v], z, b and a, which run as one. out_proj is a Mixer's.
     """
 
     projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -192,6 +192,7 @@ LFM2_ATTENTION = AttentionForm(
     output="out_proj", norms="heads", norm_names=("q_layernorm", "k_layernorm")
 )
 LFM2_MLP = MLPForm(("w1", "w3"), "", "w2")
+DELTA_OUTPUT = MixerForm(("out_proj",))
 SOFT_CAP = ("softcap", "attn_logit_softcapping")
 
 FAMILIES = (
@@ -204,7 +205,8 @@ FAMILIES = (
     Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
     # most of its layers have a gated delta net instead
     Family("qwen3_5", "Qwen3_5", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM,
-           delta_net=DeltaNetForm(), gated_norm=GatedNormForm(), whole=True),
+           delta_net=DeltaNetForm(), gated_norm=GatedNormForm(), mixer=DELTA_OUTPUT,
+           names={"Mixer": "Qwen3_5GatedDeltaNet"}, whole=True),
     Family("cwm", "Cwm", WINDOWED, whole=True),
     Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
@@ -231,7 +233,8 @@ FAMILIES = (
            experts=EXPERTS),
     Family("qwen3_5_moe", "Qwen3_5Moe", AttentionForm(norms="heads", has_gate=True),
            norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS, delta_net=DeltaNetForm(),
-           gated_norm=GatedNormForm()),
+           gated_norm=GatedNormForm(), mixer=DELTA_OUTPUT,
+           names={"Mixer": "Qwen3_5MoeGatedDeltaNet"}),
     # its attention has sinks
     Family("gpt_oss", "GptOss", None, None, layer=None, loss=MIXTURE,
            experts=ExpertsForm(is_clamped=True)),

@@ -34,7 +34,6 @@ DELTA_NET = Site(
     units=lambda net: set(delta_net.IN_PROJECTIONS), left=lambda read: read.left,
     why_not_there=why_not_norms,
 )  # fmt: skip
-DELTA_OUTPUT = OUTPUT._replace(candidates=delta_net.output_projections_of_delta_nets)
 MIXER_PROJECTION = OUTPUT._replace(candidates=attention.projections_of_mixers)
 TURNING = Site(
     attention.turning_attentions, attention.read_turning, attention.self_attention_forward
@@ -62,9 +61,7 @@ NO_HEAD = "it has no lm_head, or PEFT computes its own loss from the logits (CPT
 NO_LAYER = "it has no decoder layer with self_attn, post_attention_layernorm and mlp"
 SWITCHES = {
     "mlp": Part((MLP, EXPERTS), NO_MLP, "projections"),
-    "attention": Part(
-        (QKV, OUTPUT, DELTA_NET, DELTA_OUTPUT, MIXER_PROJECTION), NO_ATTENTION, "projections"
-    ),
+    "attention": Part((QKV, OUTPUT, DELTA_NET, MIXER_PROJECTION), NO_ATTENTION, "projections"),
     "rope": Part((TURNING,), NO_ATTENTION, "attentions"),
     "rms_norm": Part((NORM, GATED_NORM, NORMED_LAYER), "it has no RMSNorm", "norms"),
     "cross_entropy": Part((LOSS,), NO_HEAD, "losses"),

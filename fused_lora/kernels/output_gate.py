@@ -1,4 +1,4 @@
-"""Attention's output gate: o reads what attention gives times the sigmoid of a gate, as in Qwen3.5.
+"""Attention's output gate, as in Qwen3.5: its sigmoid multiplies attention's output in front of o.
 
     gate_forward     gated = attended sigmoid(gate)
     gate_backward    grad_attended = grad sigmoid(gate),

@@ -1,5 +1,5 @@
-"""The backward of a layer's attention: from the gradient of what o reads to that of q, k and v as
-their projections gave them."""
+"""The backward of a layer's attention: from the gradient of o's input to those of the outputs of
+the projections q, k and v."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .saved import Saved
 
 def attention_gradient(grad: Tensor, saved: Saved, grad_qkv: Tensor) -> None:
     """Write the gradient of q, k and v (with a gate beside each head of q, if there are gates) into
-    grad_qkv [T, out], given that of what o reads."""
+    grad_qkv [T, out], given that of o's input."""
     frozen, attended = saved.frozen, saved.attended
     heads, kv_heads, positions = frozen.heads, frozen.kv_heads, saved.hidden.shape[1]
     target, before_gate = grad_qkv, attended.x

@@ -45,7 +45,8 @@ class ScratchBuffer(Buffer):
     """A `Buffer` whose weights are written into a `Scratch`.
 
     weights: those of its projections, [out_i, in] each: packed, or plain ones that are copied.
-    bias: [out + width] or None. biases: [out_i] or None each, copied into it; none: it stays.
+    bias: [out + width] or None. biases: [out_i] or None each, copied into bias before each pass;
+        empty: bias already holds them.
     """
 
     def __init__(

@@ -267,6 +267,11 @@ def test_sizes_that_fp8_cannot_take_are_refused_or_run_in_the_models_precision(d
     assert any("in FP8" in where for where in done.left)
 
 
+def test_layers_with_a_gated_delta_net_keep_no_others_from_fp8(device):
+    model = FAMILIES["Qwen3.5"].peft_model(device, torch.bfloat16)
+    assert fuse(model, FP8).counts["layer"] == "1 of 2 layers in FP8"
+
+
 def test_a_gpu_without_fp8_is_refused_by_name(monkeypatch):
     class Weight:
         shape, is_cuda, dtype, device = (64, 64), True, torch.bfloat16, "cuda:0"

@@ -1,4 +1,4 @@
-"""DataParallel and FSDP take a model's modules and weights apart, in ways that we do not survive.
+"""DataParallel and FSDP take a model's modules and weights apart. We survive FSDP2 alone.
 
 nn.DataParallel copies modules together with forwards that are bound to the originals. FSDP1
 (FullyShardedDataParallel) treats a weight's memory as all its own, but in a buffer it includes the
