@@ -28,7 +28,7 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
         run.finished_utc = None
     say_unavailable(plan, todo)
     if todo and sys.dont_write_bytecode:
-        console.print("Every process compiles what it imports: unset PYTHONDONTWRITEBYTECODE.")
+        console.print("PYTHONDONTWRITEBYTECODE is set: if processes start slowly, unset it.")
 
     def save_and_finish() -> None:
         if run.finished_utc is None and not cells_to_do(plan, run):

@@ -208,7 +208,7 @@ def test_what_cannot_run_and_what_starts_slowly_is_said_once(run_cells, capsys, 
     said = capsys.readouterr().out
     lines = [line for line in said.splitlines() if "NVIDIA GPU" in line]
     assert len(lines) == 3 and "unavailable" not in said
-    assert said.count("unset PYTHONDONTWRITEBYTECODE") == 1
+    assert said.count("PYTHONDONTWRITEBYTECODE") == 1
     graphs = "fused layers, CUDA graph, all parts, CUDA graph"
     assert lines[2].startswith(f"{graphs}: a CUDA graph needs")
 
