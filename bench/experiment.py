@@ -1,6 +1,7 @@
 """The run of a plan from its first cell to its last."""
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from errno import ENOSPC
@@ -26,6 +27,8 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
     if todo:
         run.finished_utc = None
     say_unavailable(plan, todo)
+    if todo and sys.dont_write_bytecode:
+        console.print("PYTHONDONTWRITEBYTECODE is set: if processes start slowly, unset it.")
 
     def save_and_finish() -> None:
         if run.finished_utc is None and not cells_to_do(plan, run):

@@ -13,7 +13,6 @@ LIMITS = {  # (smallest, largest)
     "accumulate": (1, None),
     "rank": (1, None),
     "steps": (1, None),
-    "gpus": (1, 64),
     "rounds": (1, 1000),
     "interleave": (0, None),
     "seed": (0, 2**32 - 1),  # NumPy's limit

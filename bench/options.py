@@ -50,6 +50,7 @@ QUICK_REHEARSAL = {"seq_lens": [16, 32], "steps": 6, "rounds": 3}
 # What --gpus changes: both ends again, and no turns, because a variant takes all GPUs.
 SEVERAL_GPUS = {"seq_lens": [64, 512], "steps": 24, "rounds": 2, "interleave": 0}
 SEVERAL_GPUS_REHEARSAL = {"seq_lens": [16], "steps": 2}
+MOST_GPUS = 64
 QUICK_MINUTES = 6  # expected on an H100 once the weights are there
 SHORT = 128  # up to this many tokens the host slows steps, and --quick interleaves
 
@@ -163,7 +164,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--gpus",
         "train on this many GPUs together, each on its own rows of --batch-size; beside that, time "
         "the same steps on all of them without averaging gradients, and on one alone: about 12 "
-        "minutes on H100s; without a GPU, processes (default: 1)",
+        "minutes on H100s; without a GPU, processes (default: one GPU)",
         1, type=int, metavar="N", to=commands)  # fmt: skip
     add("--kernels", "time the Triton kernels alone, into the same results", False, to=commands,
         action="store_true")  # fmt: skip
@@ -184,6 +185,9 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     command = next((name for name in READS if name in given), "")
     if ignored := [flag(name) for name in given if name not in (command, *READS[command])]:
         parser.error(f"{flag(command)} does not read {', '.join(ignored)}: leave that out")
+    if not 2 <= given.get("gpus", 2) <= MOST_GPUS:
+        asked = f"--gpus {given['gpus']}: give 2 to {MOST_GPUS}"
+        parser.error(f"{asked}; it times one GPU alone beside them")
     return argparse.Namespace(**{**defaults, **given})
 
 

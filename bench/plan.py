@@ -69,10 +69,12 @@ class Plan:
         )  # fmt: skip
 
     def timed_batches(self, seq_len: int) -> list[Batch]:
-        """Return the micro-batches of a round's timed steps at one length, on the CPU. Each GPU has
-        its own."""
-        count = self.steps * self.accumulate * self.gpus
-        return self.batches(seq_len, self.batch_size, count)[self.gpu :: self.gpus]
+        """Return this GPU's micro-batches of a round's timed steps at one length, on the CPU."""
+        return self.timed_batches_of_all(seq_len)[self.gpu :: self.gpus]
+
+    def timed_batches_of_all(self, seq_len: int) -> list[Batch]:
+        """Return those of all GPUs, which take them in turn."""
+        return self.batches(seq_len, self.batch_size, self.steps * self.accumulate * self.gpus)
 
     def trains_at(self, seq_len: int) -> bool:
         """Return True if batches of this length give every adapter a gradient.

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,8 +152,7 @@ def planned_experiment(plan: "Plan") -> Experiment:
 
     tokens = {}
     for seq_len in plan.seq_lens:
-        on_each = (replace(plan, gpu=gpu).timed_batches(seq_len) for gpu in range(plan.gpus))
-        shares = token_shares([batch for batches in on_each for batch in batches])
+        shares = token_shares(plan.timed_batches_of_all(seq_len))
         tokens[seq_len] = Tokens(shares.padding, shares.labelled)
     return Experiment(
         model=plan.source.label,

@@ -50,7 +50,7 @@ def several_gpus_section(runs: Iterable[Run]) -> str:
     """Write the picture and a table for each run; one sentence without any."""
     runs = list(runs)
     if not runs:
-        return "We have tested this on CPUs and not yet timed it."
+        return "No run of `lora_bench.py --gpus` is published yet."
     said = (
         "Efficiency is over the same GPUs at once without averaging gradients. Over one GPU is "
         "over the first alone, times their number."

@@ -199,7 +199,8 @@ def test_a_run_is_finished_once_its_last_cell_is_in_and_stays_so(run_cells, tmp_
     assert run_cells(honest, rounds=2).finished_utc > saved.finished_utc
 
 
-def test_what_cannot_run_is_said_once(run_cells, capsys):
+def test_what_cannot_run_and_what_starts_slowly_is_said_once(run_cells, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     asked = ("vanilla_peft", "full_unsloth", "liger_peft", "fused_layer_graph", "fused_all_graph")
     results = run_cells(honest, rounds=3, variants=asked)
     statuses = [cell.status for cell in results.cells]
@@ -207,6 +208,7 @@ def test_what_cannot_run_is_said_once(run_cells, capsys):
     said = capsys.readouterr().out
     lines = [line for line in said.splitlines() if "NVIDIA GPU" in line]
     assert len(lines) == 3 and "unavailable" not in said
+    assert said.count("PYTHONDONTWRITEBYTECODE") == 1
     graphs = "fused layers, CUDA graph, all parts, CUDA graph"
     assert lines[2].startswith(f"{graphs}: a CUDA graph needs")
 

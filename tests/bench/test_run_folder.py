@@ -76,7 +76,7 @@ def test_each_command_of_the_readme_works_after_any_other(plan, tmp_path):
     assert re.fullmatch(r"-my_chats-[0-9a-f]{8}-documents", data)
     steps = "-10-steps-a-round"
     assert names == ["", "-quick", "-quick-batch-size-8", "", "-Qwen--Qwen2.5-3B-Instruct", data,
-                     "-rank-16-q_proj+v_proj", "-base-nf4", steps]  # fmt: skip
+                     "-rank-16-q_proj+v_proj", "-base-nf4", steps, "-2-gpus"]  # fmt: skip
 
 
 @pytest.mark.slow

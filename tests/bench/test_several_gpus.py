@@ -62,7 +62,7 @@ def test_a_rehearsal_on_two_is_timed_every_way_and_is_not_repeated(tmp_path, mon
 
 def test_each_gpu_has_rows_of_its_own(tmp_path):
     plan = plan_of(tmp_path, "--gpus", "2", "--steps", "3", "--accumulate", "2")
-    every = plan.batches(16, plan.batch_size, 2 * 3 * 2)
+    every = plan.batches(16, plan.batch_size, 2 * 3 * 2)  # steps, micro-batches, GPUs
     for gpu in (0, 1):
         own = replace(plan, gpu=gpu).timed_batches(16)
         assert [batch.input_ids.tolist() for batch in own] == [
