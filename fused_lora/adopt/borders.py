@@ -31,6 +31,7 @@ from ..kernels.rows import empty_rows
 from ..layer.buffer import Bordered, Buffer, PlacedWeight
 from ..layer.filling import Filling
 from ..layer.scratch import Scratches
+from .foreign.parallel import SEEN
 from .foreign.saved_weights import hand_out_buffered
 from .projection import Projection, why_not_base
 
@@ -308,6 +309,8 @@ def unborder(model: nn.Module) -> list[str]:
     """Move every weight and bias of `model` that lies in a buffer back to separate contiguous
     memory, with its current value. Return the names. This frees the buffers."""
     names = []
+    for parameter in model.parameters():
+        vars(parameter).pop(SEEN, None)
     for name, module in model.named_modules():
         for hooks in (module._state_dict_pre_hooks, module._state_dict_hooks):
             for key in [key for key, hook in hooks.items() if hook in HOOKS]:

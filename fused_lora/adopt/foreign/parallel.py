@@ -15,6 +15,9 @@ from torch import Tensor, distributed, nn
 
 # The method that nn.DataParallel calls on every module of a model.
 REPLICATE = "_replicate_for_data_parallel"
+# Set on parameters that `fuse` sees, until `unfuse`: those that FSDP2 gathers are others. PyTorch
+# would move no DTensor that has a weak reference.
+SEEN = "_seen_by_fuse"
 FLATTENED = (
     "FullyShardedDataParallel mixes up base weights that lie in buffers: load the model anew and "
     "leave layer out of fuse, or wrap it in DistributedDataParallel"

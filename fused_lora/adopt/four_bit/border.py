@@ -6,7 +6,6 @@ each. They come back in the same parameters, which it has made itself, so a buff
 and copy them in each pass.
 """
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,7 @@ from ...kernels.rows import empty_rows
 from ...layer.buffer import Bordered, Buffer
 from ...layer.scratch import Scratch, ScratchBuffer, Scratches
 from ..borders import Border, Layout, held_bias, layout_of, move_biases
-from ..foreign.parallel import may_gather
+from ..foreign.parallel import SEEN, may_gather
 from ..projection import Projection
 from .reading import packed, places_of
 
@@ -29,17 +28,16 @@ class PackedBorder(Border):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: list[weakref.ref[Tensor]] = []
         self._kept: tuple[tuple, Layout, ScratchBuffer] | None = None
 
     def see(self, reads: Sequence[Projection]) -> None:
-        self._seen = [weakref.ref(_parameter_of(read)) for read in reads]
+        for read in reads:
+            setattr(_parameter_of(read), SEEN, True)
 
     def _is_gathered(self, read: Projection) -> bool:
         """Return True for a weight that FSDP2 has put here for this pass. Weights that it ignores
         are still those that `fuse` saw."""
-        parameter = _parameter_of(read)
-        return may_gather(read.base) and all(seen() is not parameter for seen in self._seen)
+        return may_gather(read.base) and not hasattr(_parameter_of(read), SEEN)
 
     def buffer(self) -> Buffer | None:
         return super().buffer() if self._kept is None else self._kept[2]
