@@ -75,7 +75,7 @@ def wrapped_and_fused(model, how, fusion):
     if how.endswith("before fuse"):
         wrapped = WRAPPED[how](model)
         fuse(model, fusion)
-        return wrapped
+        return wrapped.to(next(model.parameters()).device)  # as trainers do
     fuse(model, fusion)
     return WRAPPED[how](model)
 
