@@ -40,6 +40,24 @@ def mixture(dtype, device, *, r=(4, 8), adapter_dtype=None, gate=SWIGLU):
     return adapters, FrozenExperts(*weights, 2.0, 0.5, gate, *biases)
 
 
+def with_limit_in_a_gap(frozen, x, adapters, chosen):
+    """Return the operands with the gate's limit amid the widest gap of the largest values. At the
+    limit a gradient jumps, so a value that rounds across it is off by all of its gradient."""
+    A, B = (one.double() for one in adapters[:2])
+    rows, every = x.double().reshape(-1, x.shape[-1]), chosen.reshape(-1, chosen.shape[-1])
+    found = [
+        adapted_linear(rows[(every == expert).any(1)], weight.double(), A[expert], B[expert],
+                       frozen.gate_up_scaling, frozen.gate_up_bias[expert].double())
+        for expert, weight in enumerate(frozen.gate_up_weight)
+    ]  # fmt: skip
+    values = torch.cat(found).abs().flatten().sort().values[-40:]
+    if len(values) < 2:
+        return frozen
+    widest = values.diff().argmax()
+    limit = (values[widest] + values[widest + 1]).item() / 2
+    return frozen._replace(gate=frozen.gate._replace(limit=limit))
+
+
 def gated(gate_up, gate):
     if gate == SWIGLU:
         first, up = gate_up.chunk(2, dim=-1)

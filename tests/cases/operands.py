@@ -146,6 +146,8 @@ def make_lora_experts(
     adapters = in_dtypes(adapters, adapter_dtype or dtype)
     chosen = experts_case.choices(*shape, spread=spread, device=device)
     weights = random(*chosen.shape, dtype=dtype, device=device, seed=3).abs()
+    if gate != SWIGLU:
+        frozen = experts_case.with_limit_in_a_gap(frozen, x, adapters, chosen)
     names = ("x", "weights", *experts_case.NAMES, "chosen", "frozen")
     return Case(dict(zip(names, (x, weights, *adapters, chosen, frozen), strict=True)), [gradient])
 
