@@ -41,7 +41,7 @@ def mixture(dtype, device, *, r=(4, 8), adapter_dtype=None, gate=SWIGLU):
 
 
 def with_limit_in_a_gap(frozen, x, adapters, chosen):
-    """Return the operands with the gate's limit amid the widest gap of the largest values. At the
+    """Return the operands with the gate's limit in the widest gap among large values. At the
     limit a gradient jumps, so a value that rounds across it is off by all of its gradient."""
     A, B = (one.double() for one in adapters[:2])
     rows, every = x.double().reshape(-1, x.shape[-1]), chosen.reshape(-1, chosen.shape[-1])
@@ -50,7 +50,7 @@ def with_limit_in_a_gap(frozen, x, adapters, chosen):
                        frozen.gate_up_scaling, frozen.gate_up_bias[expert].double())
         for expert, weight in enumerate(frozen.gate_up_weight)
     ]  # fmt: skip
-    values = torch.cat(found).abs().flatten().sort().values[-40:]
+    values = torch.cat(found).abs().flatten().sort().values[-120:-30]
     if len(values) < 2:
         return frozen
     widest = values.diff().argmax()
