@@ -56,7 +56,11 @@ def activation_of(mlp: Any) -> str:
 
 def activation_name(activation: Any) -> str:
     """Return LoRA_MLP's name for an activation, or its class's name if it has none."""
-    if isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation":
+    if (
+        activation is F.silu
+        or isinstance(activation, nn.SiLU)
+        or type(activation).__name__ == "SiLUActivation"
+    ):
         return "silu"
     if type(activation) is GELUTanh:
         function = activation.act  # F.gelu with an option, or a Python version
@@ -79,7 +83,7 @@ def why_not_one_of(activations: Collection[str], module: Any, name: str) -> str 
     if activation_name(activation) not in activations:
         known = " or ".join(ACTIVATIONS[one] for one in activations)
         return f"its activation is {type(activation).__name__}, not {known}"
-    if (reason := why_call(activation)) is not None:
+    if isinstance(activation, nn.Module) and (reason := why_call(activation)) is not None:
         return f"{name}: {reason}"
     return None
 

@@ -236,7 +236,8 @@ FAMILIES = {
                    "mamba_d_state": 8, "mamba_chunk_size": 4, "shared_intermediate_size": 24,
                    "position_embedding_type": "rope", "attention_multiplier": 0.3,
                    "residual_multiplier": 0.3, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
-        fused={"mlp": ("shared_mlp",), "rope": ("1:self_attn",),
+        lora=EXPERTS,
+        fused={"mlp": ("shared_mlp", "block_sparse_moe.experts"), "rope": ("1:self_attn",),
                "attention": ("0:mamba.in_proj", "0:mamba.out_proj", "1:self_attn",
                              "1:self_attn.o_proj")},
         left={"base_model.model.model.layers.0.mamba.norm": "is not a gated norm class"},
@@ -246,7 +247,12 @@ FAMILIES = {
         "Lfm2", CONV | {"block_auto_adjust_ff_dim": False},
         **LFM2_PARTS | {"fused": LFM2_PARTS["fused"] | {"mlp": ("feed_forward",)}},
     ),
-    "LFM2-MoE": Family("Lfm2Moe", TOP_2 | CONV | {"num_dense_layers": 1}, **LFM2_PARTS),
+    "LFM2-MoE": Family(
+        "Lfm2Moe", TOP_2 | CONV | {"num_dense_layers": 1}, lora=EXPERTS,
+        **LFM2_PARTS | {
+            "fused": LFM2_PARTS["fused"] | {"mlp": ("0:feed_forward", "1:feed_forward.experts")}
+        },
+    ),
     "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),
     "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),
     "Qwen3-MoE": Family(
