@@ -124,7 +124,23 @@ def _is_tried(item, shown, is_quick):
     return is_new or not (is_quick or "thinned" in item.keywords)
 
 
+def _check_slow_marks(items):
+    """Raise UsageError if a `slow` mark names a part that no case's id has: a quick run would leave
+    out what should stay."""
+    ids: dict[tuple, str] = {}
+    for item in items:
+        mark = item.get_closest_marker("slow")
+        for part in mark.args if mark else ():
+            test = item.nodeid.partition("[")[0], part
+            ids[test] = ids.get(test, "") + f"-{item.callspec.id}-\n"
+    for (test, part), found in ids.items():
+        if f"-{part}-" not in found:
+            raise pytest.UsageError(f"{test}: no case is named {part!r}, as its slow mark says")
+
+
 def pytest_collection_modifyitems(config, items):
+    if not any("::" in str(arg) for arg in config.args):  # else not all cases are here
+        _check_slow_marks(items)
     if "exhaustive" not in config.option.markexpr:  # whatever else -m asks for
         shown: set[tuple] = set()
         tried = [_is_tried(item, shown, config.option.quick) for item in items]

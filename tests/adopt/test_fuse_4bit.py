@@ -70,10 +70,10 @@ BY_PARTS = {
 
 
 @pytest.mark.slow(
-    "none-whole-double",
-    "full-whole-down alone",
-    "full-parts-double",
-    "none-whole-adapters in the first of three layers",
+    "whole-double-none",
+    "whole-down alone-full",
+    "parts-double-full",
+    "whole-adapters in the first of three layers-none",
 )
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def assert_exact(got, size, case):
         torch.testing.assert_close(one.double(), truth, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.slow("two ranges-a layer-torch.bfloat16", "one range-odd")
+@pytest.mark.slow("two ranges-a layer-torch.bfloat16", "one range-nothing of some")
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", ["a layer", "more than a block", "nothing of some"])

@@ -31,7 +31,7 @@ DRAWN = [
 TWO = example.run(("vanilla_peft", "fused_mlp"), (512,))
 
 
-@pytest.mark.slow("draw_benchmark_results")
+@pytest.mark.slow("benchmark_figure")
 @pytest.mark.parametrize("draw", DRAWN)
 def test_a_picture_is_the_same_bytes_each_time_and_written_whole_or_not_at_all(
     draw, tmp_path, monkeypatch
