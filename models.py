@@ -185,17 +185,17 @@ def _peft_model(recipe, checkpoint, lora, seq_len, device, seed, base):
         dtype=getattr(torch, recipe.base_dtype),
         device_map={"": device},
         attn_implementation=recipe.attention,
-        quantization_config=_nf4() if base == NF4 else None,
+        quantization_config=nf4_config() if base == NF4 else None,
         local_files_only=True,
     )
     model.config.use_cache = False
     if recipe.checkpointing != "none" and "checkpoint" not in recipe.fused:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    config = LoraConfig(**_lora_options(lora), task_type="CAUSAL_LM")
+    config = LoraConfig(**lora_options(lora), task_type="CAUSAL_LM")
     return get_peft_model(model, config, autocast_adapter_dtype=recipe.adapter_dtype == "float32")
 
 
-def _nf4() -> Any:
+def nf4_config() -> Any:
     """Return QLoRA's configuration, which is Unsloth's too. Blocks have 64 values."""
     from transformers import BitsAndBytesConfig
 
@@ -207,7 +207,8 @@ def _nf4() -> Any:
     )
 
 
-def _lora_options(lora: Lora) -> dict[str, Any]:
+def lora_options(lora: Lora) -> dict[str, Any]:
+    """Return the arguments of PEFT's LoraConfig for these adapters."""
     return {
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": lora.bias,
         "target_modules": list(lora.targets),
@@ -228,7 +229,7 @@ def _unsloth_model(recipe, checkpoint, lora, seq_len, device, seed, base):
         use_gradient_checkpointing=mode,
     )
     return FastLanguageModel.get_peft_model(
-        model, **_lora_options(lora), max_seq_length=seq_len, use_gradient_checkpointing=mode,
+        model, **lora_options(lora), max_seq_length=seq_len, use_gradient_checkpointing=mode,
         random_state=seed,
     )  # fmt: skip
 

@@ -1,30 +1,46 @@
-"""Speed of TRL's trainers: plain PEFT, fused, and fused in CUDA graphs.
+"""Speed of TRL's trainers: plain PEFT, Unsloth, fused, and fused in CUDA graphs.
 
-    python -m bench.trainers --model configs/qwen2.5-3b.json      SFT, DPO and GRPO
+    python -m bench.trainers --model configs/qwen2.5-3b.json
 
-Weights are random, chats are ours, and all three runs see the same batches. Steps are timed by the
-wall, generation included. --no-checkpointing keeps all activations. Needs trl, and a GPU.
+SFT packs chats into rows; "padded SFT", DPO and GRPO pad them. Weights are random, chats
+are ours, and all runs see the same ones. Steps are timed by the wall, generation included. A padded
+trainer captures a graph for each of up to eight lengths: give it --warm-up 40. --no-checkpointing
+keeps all activations. Needs trl, and a GPU.
 """
 
 import argparse
-import gc
+import os
 import sys
 import time
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 
 from batches import read_chats
+from bench import processes
 from bench.options import HERE, Parser
-from fused_lora import Fusion, fuse, graph_steps
+from bench.weights import Source, materialize, resolve
+from models import build, lora_options, nf4_config
+from variants import BASES, BF16, NF4, Lora
 
-RUNS = ("plain PEFT", "fused", "fused, in graphs")
-KINDS = ("SFT", "DPO", "GRPO")
+# Every run has a process to itself, whose first import Unsloth must be: nothing here imports
+# transformers.
+PLAIN, UNSLOTH, FUSED, GRAPHED = "plain PEFT", "Unsloth", "fused", "fused, in graphs"
+RUNS = {
+    "SFT": (PLAIN, UNSLOTH, FUSED, GRAPHED),
+    "padded SFT": (PLAIN, UNSLOTH, FUSED, GRAPHED),
+    "DPO": (PLAIN, FUSED, GRAPHED),
+    "GRPO": (PLAIN, FUSED, GRAPHED),
+}
+ON_GPU = torch.cuda.is_available()
+LORA = Lora(rank=32, alpha=64)
 
 
 class Speed(NamedTuple):
     ms_per_step: float
+    tokens_per_s: float  # those with a label; 0 where the trainer makes labels itself
     peak_gib: float  # reserved; 0 without a GPU
     loss: float  # the mean of all steps
 
@@ -35,8 +51,8 @@ def data_of(kind: str) -> list[dict[str, Any]]:
         [{"role": one.role, "content": one.content} for one in chat]
         for chat in read_chats(HERE / "data" / "sft_train.jsonl")
     ]
-    if kind == "SFT":
-        return [{"messages": chat} for chat in chats]
+    if kind.endswith("SFT"):
+        return [{"text": "\n".join(one["content"] for one in chat)} for chat in chats]
     if kind == "GRPO":
         return [{"prompt": chat[:-1]} for chat in chats]
     return [
@@ -50,27 +66,48 @@ def distinct_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(len({*one})) for one in completion_ids]
 
 
-def trainer_of(kind: str, asked: argparse.Namespace, folder: str, clock: Any) -> Any:
-    import trl
-    from datasets import Dataset
+def model_of(run: str, asked: argparse.Namespace, checkpoint: Path) -> tuple[Any, Any]:
+    """Return the model, and the adapters that the trainer is to add to it: Unsloth has its own."""
+    if run == UNSLOTH:
+        device = "cuda" if ON_GPU else "cpu"
+        built = build(
+            "full_unsloth", checkpoint, LORA, asked.tokens, asked.checkpointing, device, seed=0,
+            base=asked.base,
+        )  # fmt: skip
+        with torch.no_grad():
+            for name, parameter in built.model.named_parameters():
+                if ".lora_B." in name:  # as a trainer begins
+                    parameter.zero_()
+        return built.model, None
     from peft import LoraConfig
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM
 
-    on_gpu = torch.cuda.is_available()
     torch.manual_seed(0)
-    with torch.device("cuda" if on_gpu else "cpu"):
-        model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(asked.model),
-            dtype=torch.bfloat16 if on_gpu else torch.float32,
-        )
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint,
+        dtype=torch.bfloat16 if ON_GPU else torch.float32,
+        device_map={"": 0} if ON_GPU else None,
+        quantization_config=nf4_config() if asked.base == NF4 else None,
+    )
     model.config.use_cache = False
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(HERE / "data" / "tokenizer.json"))
-    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
-    tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    return model, LoraConfig(**lora_options(LORA))
+
+
+def trainer_of(
+    kind: str, run: str, asked: argparse.Namespace, checkpoint: Path, folder: str, clock: Any
+) -> Any:
+    model, adapters = model_of(run, asked, checkpoint)
+    import trl  # after Unsloth, which patches it
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
     given: dict[str, Any] = {"callbacks": [clock], "processing_class": tokenizer}
     settings = {
         "output_dir": folder, "max_steps": asked.warm_up + asked.steps, "report_to": [],
-        "per_device_train_batch_size": asked.batch_size, "bf16": on_gpu, "use_cpu": not on_gpu,
+        "per_device_train_batch_size": asked.batch_size, "bf16": ON_GPU, "use_cpu": not ON_GPU,
         "gradient_checkpointing": asked.checkpointing, "save_strategy": "no", "logging_steps": 50,
         "learning_rate": 1e-5, "disable_tqdm": True,
     }  # fmt: skip
@@ -82,16 +119,23 @@ def trainer_of(kind: str, asked: argparse.Namespace, folder: str, clock: Any) ->
         settings |= {"max_length": asked.tokens, "pad_to_multiple_of": asked.tokens,
                      "truncation_mode": "keep_end"}  # fmt: skip
     else:
-        settings |= {"max_length": asked.tokens, "packing": True}
-    return getattr(trl, f"{kind}Trainer")(
-        model, args=getattr(trl, f"{kind}Config")(**settings),
-        train_dataset=Dataset.from_list(data_of(kind)),
-        peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"), **given,
+        settings |= {"max_length": asked.tokens, "packing": kind == "SFT"}
+    if adapters is not None:
+        given["peft_config"] = adapters
+    name = kind.split()[-1]
+    return getattr(trl, f"{name}Trainer")(
+        model, args=getattr(trl, f"{name}Config")(**settings),
+        train_dataset=Dataset.from_list(data_of(kind)), **given,
     )  # fmt: skip
 
 
-def measured(kind: str, run: str, asked: argparse.Namespace) -> Speed:
+def measure(send: Any, kind: str, run: str, asked: argparse.Namespace, checkpoint: Path) -> None:
+    """Train, and send what `fuse` reports, then the speed."""
+    if run == UNSLOTH:
+        import unsloth  # noqa: F401
     from transformers import TrainerCallback
+
+    labels: list[torch.Tensor] = []
 
     class Clock(TrainerCallback):
         began = 0.0
@@ -99,49 +143,103 @@ def measured(kind: str, run: str, asked: argparse.Namespace) -> Speed:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == asked.warm_up:
                 synchronize()
+                labels.clear()
                 self.began = time.perf_counter()
 
-    gc.collect()  # the model before this one
-    torch.cuda.empty_cache()
     with TemporaryDirectory() as folder:
         clock = Clock()
-        trainer = trainer_of(kind, asked, folder, clock)
-        if run != RUNS[0]:
+        trainer = trainer_of(kind, run, asked, checkpoint, folder, clock)
+        if run in (FUSED, GRAPHED):
+            from fused_lora import Fusion, fuse, graph_steps
+
             policy = "full" if asked.checkpointing else "none"
             fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=policy)
-            print(fuse(trainer.model, fusion))
-        if run == RUNS[2]:
-            graph_steps(trainer)
-        if torch.cuda.is_available():
+            send(str(fuse(trainer.model, fusion)))
+            graphs = graph_steps(trainer) if run == GRAPHED else None
+        step = trainer.training_step
+
+        def counted_step(model: Any, inputs: Any, *others: Any, **options: Any) -> torch.Tensor:
+            if "labels" in inputs:
+                labels.append(inputs["labels"])
+            return step(model, inputs, *others, **options)
+
+        trainer.training_step = counted_step
+        if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
         loss = trainer.train().training_loss
         synchronize()
-    seconds = time.perf_counter() - clock.began
-    return Speed(1e3 * seconds / asked.steps, torch.cuda.max_memory_reserved() / 2**30, loss)
+        seconds = time.perf_counter() - clock.began
+        if run == GRAPHED:
+            send(str(graphs))
+    tokens = sum(int((one != -100).sum()) for one in labels)
+    peak_gib = torch.cuda.max_memory_reserved() / 2**30 if ON_GPU else 0.0
+    send(Speed(1e3 * seconds / asked.steps, tokens / seconds, peak_gib, loss))
 
 
 def synchronize() -> None:
-    if torch.cuda.is_available():
+    if ON_GPU:
         torch.cuda.synchronize()
+
+
+def row_of(kind: str, run: str, speed: Speed, first: Speed) -> str:
+    """Return a row of the table. Libraries may pack otherwise, so it compares labelled tokens."""
+    if first.tokens_per_s:
+        speedup = speed.tokens_per_s / first.tokens_per_s
+    else:
+        speedup = first.ms_per_step / speed.ms_per_step
+    tokens = f"{speed.tokens_per_s:,.0f}" if speed.tokens_per_s else "-"
+    return (
+        f"| {kind} | {run} | {speed.ms_per_step:,.0f} | {tokens} | {speedup:.2f} | "
+        f"{speed.peak_gib:.1f} | {speed.loss:.4f} |"
+    )
+
+
+def measure_all(asked: argparse.Namespace, source: Source) -> str:
+    """Return the table of all runs. One that fails leaves its error there."""
+    rows = ["| trainer | run | ms a step | labelled tokens/s | speedup | peak GiB | loss |"]
+    rows.append("| --- " * 7 + "|")
+    for kind in asked.kinds:
+        first = None
+        for run in (one for one in RUNS[kind] if one in asked.runs):
+            said: list[Any] = []
+            ended = processes.run(measure, kind, run, asked, source.folder, on_message=said.append)
+            print(*[one for one in said if isinstance(one, str)], sep="\n")
+            speed = next((one for one in said if isinstance(one, Speed)), None)
+            if speed is None:
+                last_line = (ended.output_tail.splitlines() or [""])[-1]
+                rows.append(f"| {kind} | {run} | {ended.error}: {last_line} | - | - | - | - |")
+            else:
+                first = first or speed
+                rows.append(row_of(kind, run, speed, first))
+            print(rows[-1], flush=True)
+    return "\n".join(rows)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="trainers", description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--model", default=str(HERE / "configs" / "qwen2.5-3b.json"))
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=[*RUNS], default=[*RUNS])
+    parser.add_argument("--runs", nargs="+", choices=RUNS["SFT"], default=RUNS["SFT"])
+    parser.add_argument("--base", choices=BASES, default=BF16)
     parser.add_argument("--no-checkpointing", action="store_false", dest="checkpointing")
+    parser.add_argument("--cache", type=Path, default=HERE / ".cache")
     for flag, usual in (("--warm-up", 5), ("--steps", 20), ("--batch-size", 4), ("--tokens", 1024),
                         ("--completion", 128)):  # fmt: skip
         parser.add_argument(flag, type=int, default=usual)
     asked = parser.parse_args(argv)
-    rows = ["| trainer | run | ms a step | speedup | peak GiB | loss |", "| --- " * 6 + "|"]
-    for kind in asked.kinds:
-        speeds = {run: measured(kind, run, asked) for run in RUNS}
-        for run, (ms, gib, loss) in speeds.items():
-            speedup = speeds[RUNS[0]].ms_per_step / ms
-            rows.append(f"| {kind} | {run} | {ms:,.0f} | {speedup:.2f} | {gib:.1f} | {loss:.4f} |")
-    print(*rows, sep="\n")
+    if not ON_GPU:
+        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        print("No GPU: a rehearsal in Triton's interpreter, not a result.")
+    try:
+        source = resolve(asked.model, asked.cache.resolve(), seed=0)
+    except ValueError as error:
+        print(f"trainers: {error}", file=sys.stderr)
+        return 2
+    if not source.is_there():
+        print(f"Drawing the weights of {source.name}.", flush=True)
+        materialize(source, 0, "cuda" if ON_GPU else "cpu")
+    print(measure_all(asked, source))
     return 0
 
 
