@@ -56,8 +56,8 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     Under torchrun the trainer wraps its model in DistributedDataParallel, whose hooks a replayed
     backward does not call. So every step runs in its `no_sync`, and we average the gradients after
     the last micro-batch of an update, once and with the same result. Shapes may differ between
-    ranks. On GPUs it also keeps the nodes that accumulate gradients, on CUDA's default stream, for
-    which no capture may wait: there the decoder runs eagerly, and a warning says so.
+    ranks. It also holds the nodes that accumulate gradients, so we capture new parameters on the
+    same memory instead (`step/leaves.py`).
 
     With args.logging_nan_inf_filter, a Trainer's default, the host reads every loss. We do the same
     on the GPU, and the host no longer waits: the trainer gets a copy of its arguments without it.

@@ -26,6 +26,7 @@ from .capture import Cuda, copy_into, empty_buffers, noting
 from .checkpoint import policies_in
 from .graph import EAGER_CALLS
 from .graph_checks import addresses_of, form_of
+from .leaves import new_leaves
 from .masks import MASK, LayersWithoutMask
 from .padding_seen import PaddingSeen
 from .replays import CapturedModule, Replays
@@ -182,7 +183,8 @@ class GraphedModule:
             self._replays.sums.setdefault(one, torch.zeros_like(one))
             one.grad = None
         try:
-            with form.without_mask.kept():  # backward may recompute layers
+            # backward may recompute layers
+            with form.without_mask.kept(), new_leaves(self.module, trained) as leaves:
                 replay_forward, output = cuda.capture(noted(lambda: self._forward(buffers)))
                 hidden = getattr(output, HIDDEN)
                 gradient = torch.empty_like(hidden)
@@ -191,7 +193,7 @@ class GraphedModule:
                 if trained:
                     self.forget()
                     replay_backward, received = cuda.capture(
-                        noted(lambda: self._backward(hidden, gradient, trained))
+                        noted(lambda: self._backward(hidden, gradient, trained, leaves))
                     )
         except Exception as error:
             raise (causes[0] if causes else error) from None
@@ -220,13 +222,18 @@ class GraphedModule:
             raise ValueError(f"it returns {given} beside hidden states{to_do}")
         return output
 
-    def _backward(self, hidden: Tensor, gradient: Tensor, trained: list[Tensor]) -> list[Tensor]:
-        """Add this backward's gradients to the sums. Return the parameters that get one."""
+    def _backward(
+        self, hidden: Tensor, gradient: Tensor, trained: list[Tensor], leaves: list[Tensor]
+    ) -> list[Tensor]:
+        """Add this backward's gradients to the sums. Return the parameters that get one. leaves:
+        those that stand in for `trained`."""
         with torch.autocast(hidden.device.type, enabled=False):  # as outside the forward
             torch.autograd.backward([hidden], [gradient])
-        received = [one for one in trained if one.grad is not None]
+        if any(one.grad is not None for one in trained):
+            raise ValueError("a parameter is used by something else than the module that has it")
+        received = [one for one, leaf in zip(trained, leaves, strict=True) if leaf.grad is not None]
         sums = [self._replays.sums[one] for one in received]
-        torch._foreach_add_(sums, [one.grad for one in trained if one.grad is not None])
+        torch._foreach_add_(sums, [leaf.grad for leaf in leaves if leaf.grad is not None])
         return received
 
 

@@ -7,7 +7,7 @@ import test_graphed_trainer as alone
 import torch
 from accelerate.state import AcceleratorState
 from cases import layer_case
-from cases.graph_case import Recorded
+from cases.graph_case import Recorded, held_nodes
 from cases.ranks import on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +35,9 @@ def compared(rank, device, setting, folder):
     for is_graphed in (True, False):
         AcceleratorState._reset_state(reset_partial_state=True)
         model = copy.deepcopy(plain)
+        nodes = held_nodes(model) if is_graphed else []  # so DistributedDataParallel has these
         done.append(alone.train("Trainer", model, folder, is_graphed, **OPTIONS[setting]))
+        assert bool(nodes) is is_graphed
     decoder = done[0][0].decoder
     assert decoder.captured and not decoder.told
     alone.assert_alike(*done, plain, 0.0 if device == "cpu" else 2e-3)

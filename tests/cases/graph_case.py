@@ -13,7 +13,8 @@ from unittest.mock import patch
 import torch
 from cases.peft_models import ids
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from fused_lora import fuse
@@ -174,6 +175,22 @@ class EagerStep:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
+
+
+def held_nodes(module):
+    """Return the nodes that accumulate the gradients of a module's parameters, to hold them as
+    DistributedDataParallel does. A capture that runs one would wait for the stream it was made on.
+    CUDA refuses that, and Recorded does by these hooks."""
+
+    def refuse(*_):
+        if isinstance(_get_current_dispatch_mode(), _Recorder):
+            raise RuntimeError("a capture would wait for another stream")
+
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    nodes = [get_gradient_edge(parameter).node for parameter in trained]
+    for node in nodes:
+        node.register_prehook(refuse)
+    return nodes
 
 
 def captured(step):

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from cases import layer_case
-from cases.graph_case import Recorded
+from cases.graph_case import Recorded, held_nodes
 from cases.peft_models import ids
 from cases.reference import relative_error
 from peft import LoraConfig
@@ -64,14 +64,20 @@ def run(graphed, twin, make, calls=CALLS, **options):
     return [str(one.message) for one in given if "graph_steps" in str(one.message)]
 
 
-def test_gradients_accumulate_until_they_are_dropped(device, monkeypatch):
+@pytest.mark.parametrize("is_held", [False, True])
+def test_gradients_accumulate_until_they_are_dropped(device, monkeypatch, is_held):
+    """Also where somebody else holds the nodes that accumulate them."""
     graphed, twin = pair(device, monkeypatch)
+    nodes = held_nodes(graphed.module) if is_held else []
+    before = dict(graphed.module.named_parameters())
     for _ in range(3):
         assert not run(graphed, twin, lambda seed: batch(seed, device))
         for one in (graphed.module, twin):
             one.zero_grad()
-    assert graphed.captured == 1
+    assert graphed.captured == 1 and len(nodes) == is_held * len(graphed._replays.sums)
     assert "forward" not in vars(graphed.module)
+    for name, parameter in graphed.module.named_parameters():
+        assert parameter is before[name]
 
 
 def test_what_was_accumulated_elsewhere_is_kept(device, monkeypatch):
@@ -170,6 +176,14 @@ def with_a_hook(graphed, device):
     return lambda seed: batch(seed, device)
 
 
+def with_a_kept_parameter(graphed, device):
+    kept = next(one for one in graphed.module.parameters() if one.requires_grad)
+    graphed.module.embed_tokens.register_forward_hook(
+        lambda _, inputs, output: output + 0 * kept.sum()
+    )
+    return lambda seed: batch(seed, device)
+
+
 def waiting(graphed, device):
     layer = graphed.module.layers[0]
     layer.register_forward_hook(lambda _, inputs, output: (output.sum().item(), output)[1])
@@ -182,6 +196,7 @@ EAGER = {
     with_embeddings: "inputs require gradients",
     with_an_object: "got given as object",
     with_a_hook: "a parameter has hooks",
+    with_a_kept_parameter: "a parameter is used by something else than the module that has it",
     waiting: "cannot be captured: RuntimeError: called a synchronizing CUDA operation",
 }
 
