@@ -11,9 +11,9 @@ from ...step.hooks import Bystander
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def has_hooks(module: nn.Module, but: Callable[[Any], bool] | None = None) -> bool:
-    """Return True if the module has hooks that would do something if it were called now, apart
-    from those for which `but` is true.
+def has_hooks(module: nn.Module, is_allowed: Callable[[Any], bool] | None = None) -> bool:
+    """Return True if the module has hooks that would do something if it were called now. Those that
+    are allowed don't count.
 
     A call with output_hidden_states or output_attentions leaves permanent hooks on modules. They do
     nothing unless such an output is being collected.
@@ -22,7 +22,9 @@ def has_hooks(module: nn.Module, but: Callable[[Any], bool] | None = None) -> bo
     if not (state[HOOKS[0]] or state[HOOKS[1]] or state[HOOKS[2]] or state[HOOKS[3]]):
         return False  # true in nearly every call of every forward
     hooks = (hook for name in HOOKS for hook in state[name].values())
-    return not all(_is_idle(hook) or (but is not None and but(hook)) for hook in hooks)
+    return not all(
+        _is_idle(hook) or (is_allowed is not None and is_allowed(hook)) for hook in hooks
+    )
 
 
 def _is_idle(hook: Any) -> bool:
