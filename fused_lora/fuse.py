@@ -16,7 +16,13 @@ from .adopt.borders import Border, unborder
 from .adopt.foreign import checkpointing
 from .adopt.foreign.checkpointing import layers_of
 from .adopt.foreign.forwards import remove_taker, take_back
-from .adopt.foreign.parallel import REPLICATE, between_forwards, refuse_data_parallel, reshard
+from .adopt.foreign.parallel import (
+    REGISTER,
+    REPLICATE,
+    between_forwards,
+    refuse_data_parallel,
+    reshard,
+)
 from .adopt.four_bit.reading import bytes_in_buffers
 from .adopt.report import ASKED_EARLY, NO_ADAPTERS, PARTS_SET, FusionReport, explained, report_on
 from .adopt.setting import running_in, set_forwards
@@ -233,7 +239,7 @@ def unfuse(model: nn.Module) -> list[str]:
     _check_model("unfuse", model)
     names = []
     for name, module in model.named_modules():
-        for attribute in (REPLICATE, PARTS_SET, ASKED_EARLY):
+        for attribute in (REGISTER, REPLICATE, PARTS_SET, ASKED_EARLY):
             vars(module).pop(attribute, None)
         remove_taker(module)
         had_forward, had_policy = take_back(module), checkpointing.remove(module)

@@ -297,6 +297,14 @@ def _give_own_memory(base: Any) -> list[str]:
     return moved
 
 
+def leave_buffers(model: nn.Module) -> None:
+    """Move weights out of their buffers until the next forward, apart from those in codes."""
+    for module in model.modules():
+        is_placed = any(isinstance(one, PlacedWeight) for one in module.parameters(recurse=False))
+        if _leave_peft in module._state_dict_pre_hooks.values() and not is_placed:
+            _give_own_memory(module)
+
+
 def unborder(model: nn.Module) -> list[str]:
     """Move every weight and bias of `model` that lies in a buffer back to separate contiguous
     memory, with its current value. Return the names. This frees the buffers."""

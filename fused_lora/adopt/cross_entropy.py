@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -21,6 +22,7 @@ from .documents import check_not_empty, fills_cache
 from .foreign.forwards import trl_head_of
 from .foreign.no_logits import without_logits
 from .foreign.originals import why_replaced
+from .foreign.parallel import between_forwards, call_with, is_fsdp, own_class
 from .foreign.versions import class_forward
 from .fp8.head import multiplies_in_fp8, why_not_head
 from .known import known_form, why_not_class
@@ -79,7 +81,7 @@ def read_head(model: Any, is_called: bool = False) -> nn.Linear:
         active = [] if head.disable_adapters else head.active_adapters
         head = head.modules_to_save[active[0]] if active else head.original_module
         modules.append(head)
-    if type(head) is not nn.Linear:
+    if own_class(head) is not nn.Linear:
         if isinstance(head, LoraLayer):
             raise Refusal(
                 "its lm_head has an adapter: name it in modules_to_save, not in target_modules"
@@ -87,9 +89,12 @@ def read_head(model: Any, is_called: bool = False) -> nn.Linear:
         kind = type(head)
         raise Refusal(f"its lm_head is {kind.__module__}.{kind.__qualname__}, not nn.Linear")
     for module in modules:
-        if (reason := why_call(module, own_forward=is_called)) is not None:
+        is_apart = is_fsdp(type(module))
+        if (reason := why_call(module, is_called or is_apart, may_be_apart=True)) is not None:
             raise Refusal(f"lm_head: {reason}")
-    if (reason := why_not_plain(head, head.weight)) is not None:
+    with between_forwards() if is_fsdp(type(head)) else nullcontext():  # `call_with` gathers it
+        reason = why_not_plain(head, head.weight)
+    if reason is not None:
         raise Refusal(f"lm_head: its weight {reason}")
     return head
 
@@ -197,19 +202,23 @@ def causal_lm_forward(
     hidden, form = states.hidden, known_form(model, "ForCausalLM")
     if form.divided_by:  # dividing this divides the logits
         hidden = hidden / getattr(model.config, form.divided_by)
-    loss = linear_cross_entropy(
-        hidden,
-        head.weight,
-        states.labels,
-        bias=head.bias,
-        num_items_in_batch=num_items,
-        drop_ignored=states.drop_ignored,
-        max_labelled=max_labelled_tokens,
-        rows=states.rows,
-        check_labels=torch.compiler.is_compiling(),
-        fp8=multiplies_in_fp8(model, head, parts),
-        softcap=softcap_of(model),
-    )
+
+    def loss_of(hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            hidden,
+            head.weight,
+            states.labels,
+            bias=head.bias,
+            num_items_in_batch=num_items,
+            drop_ignored=states.drop_ignored,
+            max_labelled=max_labelled_tokens,
+            rows=states.rows,
+            check_labels=torch.compiler.is_compiling(),
+            fp8=multiplies_in_fp8(model, head, parts),
+            softcap=softcap_of(model),
+        )
+
+    loss = call_with(head, loss_of, hidden)
     outputs = {one.name: getattr(states.outputs, one.name, None) for one in fields(output_class)}
     if not torch.compiler.is_compiling():  # it only knows transformers' output classes
         output_class = without_logits(output_class)

@@ -9,7 +9,7 @@ from torch import nn
 from .families import FORMS
 from .foreign.forwards import why_not_own_forward
 from .foreign.originals import why_patched, why_replaced
-from .foreign.parallel import is_fsdp
+from .foreign.parallel import own_class
 
 KNOWN_TO = {
     "MLP": "an MLP class that we know, down(activation(gate) * up)",
@@ -31,7 +31,7 @@ METHODS = {"RMSNorm": "_norm"}
 
 def known_form(module: nn.Module, kind: str) -> Any:
     """Return the form of a module's class (`families.py`), None if we do not know it as `kind`."""
-    return _form_of(_class_of(module), kind)
+    return _form_of(own_class(module), kind)
 
 
 @cache
@@ -39,17 +39,12 @@ def _form_of(cls: type, kind: str) -> Any:  # called several times in every forw
     return FORMS[kind].get(f"{cls.__module__}.{cls.__qualname__}")
 
 
-def _class_of(module: nn.Module) -> type:
-    cls = type(module)
-    return cls.__bases__[1] if is_fsdp(cls) else cls
-
-
 def why_not_class(module: nn.Module, kind: str) -> str | None:
     """Return the reason if calling the module does not run the original forward of a class that we
     know as `kind`."""
     if (reason := why_not_own_forward(module)) is not None:
         return reason
-    cls = _class_of(module)
+    cls = own_class(module)
     if cls is ModulesToSaveWrapper:
         return "it is trained whole: leave it out of modules_to_save"
     if _form_of(cls, kind) is None:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from ..label_check import IGNORED, note
-from ..log_probs import log_probs
+from ..log_probs import LogProbs, log_probs
 from .aside import step_aside
 from .documents import check_not_empty
 from .foreign.forwards import trl_head_of
+from .foreign.parallel import call_with
 from .foreign.trl_head import trl_output
 from .labelled import run_decoder, shifted_by_one
 
@@ -45,21 +46,25 @@ def answer_trl(
         at_predicting = shifted_by_one(labels)
     at_predicting = at_predicting.to(head.weight.device)  # type: ignore[union-attr]
     states = run_decoder(model, head, inputs, at_predicting, options)
-    found = log_probs(
-        states.hidden.to(head.weight.device),
-        head.weight,
-        states.labels.to(head.weight.device),
-        bias=head.bias,
-        outputs=settings.outputs,
-        temperature=settings.temperature,
-        softcap=settings.final_logit_softcapping,
-        logit_scale=settings.logit_scale,
-        in_fp32=settings.cast_lm_head_to_fp32,
-        num_items_in_batch=num_items_in_batch,
-        drop_ignored=states.drop_ignored,
-        rows=states.rows,
-        check_labels=False,
-    )
+
+    def found_in(hidden: Tensor) -> LogProbs:
+        return log_probs(
+            hidden.to(head.weight.device),
+            head.weight,
+            states.labels.to(head.weight.device),
+            bias=head.bias,
+            outputs=settings.outputs,
+            temperature=settings.temperature,
+            softcap=settings.final_logit_softcapping,
+            logit_scale=settings.logit_scale,
+            in_fp32=settings.cast_lm_head_to_fp32,
+            num_items_in_batch=num_items_in_batch,
+            drop_ignored=states.drop_ignored,
+            rows=states.rows,
+            check_labels=False,
+        )
+
+    found = call_with(head, found_in, states.hidden)
     end = None if shift_labels is not None else -1  # the last token predicts none
     fields = {
         name: None if values is None else states.in_batch(values)[:, :end]

@@ -19,7 +19,15 @@ from ..rerun import once
 from .foreign.forwards import STAND_IN, fused_parts_of, has_own_forward, why_not_own_forward
 from .foreign.hooks import has_hooks
 from .foreign.originals import why_patched
-from .foreign.parallel import is_fsdp, is_sharded, why_sharded
+from .foreign.parallel import (
+    APART,
+    JOINED,
+    is_flattened,
+    is_fsdp,
+    is_fsdp_hook,
+    is_sharded,
+    why_sharded,
+)
 from .four_bit.reading import is_4bit, is_4bit_lora, stand_in_for, why_not_4bit
 from .fp8.checkpoint import hint_for_codes, hint_for_layer
 from .refusal import Refusal, refuse
@@ -63,7 +71,7 @@ def why_not_base(base: nn.Module) -> str | None:
     if (reason := why_not_plain(base, weight)) is not None:
         return f"its base weight {reason}"
     if weight.requires_grad:
-        return BASE_IS_TRAINED
+        return f"its base weight: {JOINED}" if is_flattened(base) else BASE_IS_TRAINED
     return None
 
 
@@ -194,6 +202,8 @@ def _why_not_lora(projection: Any) -> str | None:
     """Return the reason if a projection has an adapter that is not PEFT's plain LoRA."""
     if type(projection) is nn.Linear:
         return None
+    if is_fsdp(type(projection)):
+        return APART
     if isinstance(projection, ModulesToSaveWrapper):
         return "it is trained whole: name it in target_modules, not in modules_to_save"
     kind = type(projection)
@@ -207,6 +217,8 @@ def _why_not_lora(projection: Any) -> str | None:
 
 
 def _not_linear(base: nn.Module) -> str:
+    if is_fsdp(type(base)):
+        return f"its base layer: {APART}"
     to_do = hint_for_layer(base) or f", not torch.nn.Linear: {UNQUANTISED}"
     return f"its base layer is {type(base).__name__}{to_do}"
 
@@ -247,15 +259,16 @@ def why_not_plain(module: nn.Module, weight: Any) -> str | None:
     return hint_for_codes(weight) or f"is {weight.dtype}: {CAST}"
 
 
-def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
+def why_call(module: nn.Module, own_forward: bool = True, may_be_apart: bool = False) -> str | None:
     """Return the reason if we must call `module` to get its output.
 
-    own_forward: whether it must still have its class's forward.
+    own_forward: whether it must still have its class's forward. may_be_apart: whether fully_shard
+    may shard it by itself (`call_with`).
     """
     cls = type(module)
-    if has_hooks(module):
-        if is_fsdp(cls):
-            return "fully_shard shards it by itself: call fully_shard(layer) on whole layers alone"
+    if has_hooks(module, is_fsdp_hook if may_be_apart else None):
+        if is_fsdp(cls) and not may_be_apart:
+            return APART
         return "it has hooks, which a fused function would not call: remove them"
     is_traced = torch.compiler.is_compiling()
     if "forward" not in vars(module) and not is_traced and _UNPATCHED.get(cls) is cls.forward:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from .aside import keep_reported, share_told
-from .borders import Border
+from .borders import Border, leave_buffers
 from .documents import DECODER, decoder_forward, decoders
 from .foreign.forwards import (
     HeadTaker,
@@ -14,6 +14,7 @@ from .foreign.forwards import (
     remove_taker,
     why_not_own_forward,
 )
+from .foreign.parallel import let_shard
 from .four_bit.parts import memories_of, share_memories
 from .layer import BorderedForward, borders_of, give_borders
 from .report import PARTS_SET
@@ -46,7 +47,11 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
         for name, module, site in SWITCHES[part].candidates(model):
             if site.why_not(model, name) is None and (left := site.left(site.read(module))):
                 keep_reported(module, left)
-    give_borders([(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)])
+    whole = [(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)]
+    give_borders(whole)
+    for name, module in model.named_modules():
+        if any(f".{layer}.".startswith(f".{name}.") or not name for layer, _ in whole):
+            let_shard(module, leave_buffers)
     share_told(model)
     share_memories(model, memories)
     remove_taker(model)

@@ -159,14 +159,6 @@ def test_fp8_takes_no_sharded_layers(group, device):
         fuse(model, fp8_case.FP8)
 
 
-def test_layers_are_sharded_before_their_first_forward_or_not_at_all(group, device):
-    model = peft_model(device)
-    fuse(model, LAYER)
-    step_of(model)
-    with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters"):
-        shard(model, device)
-
-
 def test_weights_in_buffers_that_the_older_fsdp_mixes_up_are_neither_used_nor_saved(group, device):
     model, tokens = peft_model(device), ids(device)
     fuse(model, LAYER)

@@ -202,23 +202,3 @@ def test_sharded_adapters_are_saved_loaded_and_unfused(how, fused, tmp_path, dev
         loss = loaded(input_ids=tokens, labels=tokens).loss.item()
         assert one["unfused"] == pytest.approx(one["loss"], rel=1e-4)
         assert loss == pytest.approx(one["loss"], rel=1e-4)
-
-
-def mixed(rank, device):
-    """Shard one part of a layer by itself, and call a layer by itself."""
-    model = peft_model(device)
-    first, second = model.get_submodule(LAYERS)
-    fully_shard(first.mlp)
-    shard_all(model)
-    (reason,) = fuse(model, LAYER).left.values()
-    assert "mlp: fully_shard shards it by itself: call fully_shard(layer)" in reason
-    hidden = torch.zeros(1, 2, 52, device=device, requires_grad=True)
-    with (
-        pytest.warns(UserWarning, match="is sharded .* call the model"),
-        pytest.raises(RuntimeError, match="and DTensor"),
-    ):
-        second.forward(hidden, position_embeddings=(hidden, hidden))
-
-
-def test_layers_that_fsdp_does_not_gather_whole_name_the_call_that_does():
-    on_ranks(1, mixed)

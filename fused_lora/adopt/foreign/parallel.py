@@ -7,17 +7,31 @@ during a forward and its backward, and DTensors otherwise.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor, distributed, nn
 
+from ...step.module_ref import ModuleRef
+
 # The method that nn.DataParallel calls on every module of a model.
 REPLICATE = "_replicate_for_data_parallel"
+# The method that fully_shard calls on each module that it gets, before it looks at its weights.
+REGISTER = "register_forward_pre_hook"
 FLATTENED = (
     "FullyShardedDataParallel mixes up base weights that lie in buffers: load the model anew and "
-    "leave layer out of fuse, or wrap it in DistributedDataParallel"
+    "call fully_shard (in accelerate fsdp_version=2), or leave layer out"
+)
+JOINED = (
+    "FullyShardedDataParallel joins it with trained weights: call fully_shard (in "
+    "accelerate fsdp_version=2)"
+)
+ON_LAYERS = "call fully_shard(layer) on whole layers alone"
+APART = f"fully_shard shards it by itself: {ON_LAYERS}"
+TOO_LATE = (
+    "fully_shard got a module of a model that it has sharded already: call fully_shard(layer) for "
+    "each layer first, and fully_shard(model) last"
 )
 
 
@@ -88,9 +102,14 @@ def reshard(model: nn.Module) -> None:
 def why_sharded(module: nn.Module) -> str | None:
     """Return the reason if a module whose weight is sharded cannot run fused."""
     if not is_in_fsdp(module):
-        return "is a DTensor, and not FSDP2's: only fully_shard's weights run fused"
+        return (
+            "is a DTensor that no fully_shard manages: load the model without tensor parallelism "
+            "(tp_plan)"
+        )
     if _thread.is_between:
         return None
+    if is_fsdp(type(module)):
+        return f"is sharded by itself: {ON_LAYERS}"
     return "is sharded (DTensor): call the model that fully_shard got last, not a part of it"
 
 
@@ -98,3 +117,47 @@ def is_fsdp(cls: type) -> bool:
     """Return True for a class that fully_shard has derived from a module's. It adds methods, but no
     forward."""
     return cls.__bases__[:1] != () and cls.__bases__[0].__name__ == "FSDPModule"
+
+
+def own_class(module: nn.Module) -> type:
+    """Return a module's class, without what fully_shard has made of it."""
+    cls = type(module)
+    return cls.__bases__[1] if is_fsdp(cls) else cls
+
+
+def is_fsdp_hook(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+def call_with(module: nn.Module, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """Return function(x), which reads the module's weights. fully_shard gathers those of a module
+    that it shards by itself for a call alone, and for its backward: the function is that call's
+    forward."""
+    if not is_fsdp(type(module)):
+        return function(x)
+    module.forward = function
+    try:
+        return module(x)
+    finally:
+        del module.forward
+
+
+class _Register:
+    """A module's REGISTER. Before fully_shard looks at its weights, `leave` moves those in buffers
+    out of these: it takes none with gaps between rows."""
+
+    def __init__(self, module: nn.Module, leave: Callable[[nn.Module], None]):
+        self._module, self._leave = ModuleRef(module), leave
+
+    def __call__(self, hook: Callable, **options: Any) -> Any:
+        module = self._module()
+        if is_fsdp_hook(hook):
+            if is_in_fsdp(module):
+                raise ValueError(TOO_LATE)
+            self._leave(module)
+        return getattr(type(module), REGISTER)(module, hook, **options)
+
+
+def let_shard(module: nn.Module, leave: Callable[[nn.Module], None]) -> None:
+    """Have leave(module) called before fully_shard shards this module."""
+    setattr(module, REGISTER, _Register(module, leave))

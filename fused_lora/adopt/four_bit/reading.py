@@ -42,6 +42,11 @@ def why_not_4bit(base: Any) -> str | None:
             return f"its 4-bit weight {reason}"
     elif type(weight).__name__ != "Params4bit" and not is_in_fsdp(base):
         return f"its 4-bit weight has become a {type(weight).__name__}: load the model anew"
+    elif is_in_fsdp(base) and weight.dtype != base.quant_storage:
+        raise ValueError(  # bitsandbytes would compute with them
+            f"FSDP has cast packed 4-bit weights from {base.quant_storage} to {weight.dtype}: load "
+            f"the model with bnb_4bit_quant_storage={weight.dtype}"
+        )
     state = state_of(base)
     if state is None:
         # on a GPU machine a weight on the CPU is quantised when it moves
