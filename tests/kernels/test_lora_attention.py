@@ -58,6 +58,15 @@ def test_all_heads_may_be_normed_together(heads, device):
     assert_right(ATTENTION, case_of(device, norms="together", **HEADS[heads]))
 
 
+@pytest.mark.parametrize("positions", [19, 70])
+def test_sinks_and_a_window(positions, device):
+    case = case_of(device, positions, window=6, **HEADS["tiles of our own attention"])
+    assert_right(ATTENTION, case)
+    case.inputs["frozen"].sinks.requires_grad_()
+    with pytest.raises(ValueError, match="sinks require a gradient, which they would not get"):
+        run(ATTENTION, case)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("positions", [64, 100, 130, 600])
 def test_every_backend_of_a_gpu_is_right(positions, device):
