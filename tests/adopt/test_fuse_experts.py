@@ -14,7 +14,6 @@ from cases.peft_models import MLP_ON, ids
 from cases.reference import random, relative_error
 from peft import LoraConfig
 from torch import nn
-from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fused_lora import Fusion, fuse, report, unfuse
@@ -180,15 +179,6 @@ def test_a_mixture_that_cannot_run_fused_says_why(device):
     config = {"moe_intermediate_size": 12, "experts_implementation": "eager"}
     with pytest.raises(ValueError, match="its sizes are 32 and 12, not multiples of 8"):
         fuse(moe_model(device, config=config), MLP_ON)
-
-
-def test_experts_that_stay_packed_are_left_with_a_way_out(device):
-    """transformers' Trainer refuses them. A loop of one's own would lose the experts' gradient."""
-    model = FAMILIES["gpt-oss"].peft_model(device, **FROZEN)
-    place = everywhere("mlp.experts")[0]
-    packed = Mxfp4GptOssExperts(model.config).to(device)
-    model.get_submodule(place.removesuffix(".experts")).experts = packed
-    assert "Mxfp4Config(dequantize=True)" in fuse(model).left[place]
 
 
 def test_a_patched_class_is_left_alone(monkeypatch, device):

@@ -59,6 +59,14 @@ def test_recipes_run_fused_and_train_as_plain_peft_does(name, device):
     assert_trained_as(got, plain, whole_rows(device))
 
 
+@pytest.mark.parametrize("policy", ["full", "transformers'"])
+def test_checkpointing_attends_again(policy, device):
+    fused, plain = pair(device, Fusion(**ALL, checkpoint="full") if policy == "full" else PARTS)
+    if policy != "full":
+        fused.gradient_checkpointing_enable()
+    assert_trained_as(step(fused, whole_rows(device)), plain, whole_rows(device))
+
+
 @pytest.mark.parametrize(
     ("side", "fusion"),
     [("left", NO_LOSS), ("both", NO_LOSS), ("none", NO_LOSS), ("right", PARTS), ("none", PARTS)],

@@ -103,6 +103,14 @@ def test_a_models_own_sizes_are_within_the_error_budget(mean, device, monkeypatc
     assert_right("model", make("model", torch.bfloat16, device))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sinks", "sinks and a window"])
+def test_gpt_oss_own_sizes_are_within_the_error_budget(name, device, monkeypatch):
+    monkeypatch.setitem(CASES, name, ([[512], [300, 212]], 64, 8, 64))
+    monkeypatch.setitem(WINDOWS, name, 128 if name in WINDOWS else None)
+    assert_right(name, make(name, torch.bfloat16, device))
+
+
 def test_a_document_of_nan_changes_no_other(device):
     case = "tiles begin and end anywhere"
     given = qkv, cos, sin, grad = make(case, torch.bfloat16, device)
