@@ -45,6 +45,10 @@ FAULTS = (
     # --- kernels ---
     Fault("fused_lora/kernels/causal_attention.py", "first_key = tl.load(documents + first)",
           "first_key = block * 0", "kernels", "attention_to_documents"),
+    Fault("fused_lora/kernels/causal_attention.py", "query - key < WINDOW",
+          "query - key <= WINDOW", "kernels", "attention_to_documents"),
+    Fault("fused_lora/adopt/documents.py", "return _padding_apart(mask.bool())",
+          "return _padding_apart(mask > -1)", "adopt", "sinks"),
     Fault("fused_lora/kernels/causal_attention_backward.py", "p * (grad_p - dots[:, None])",
           "p * grad_p", "kernels", "causal_attention"),
     Fault("fused_lora/kernels/residual.py", "residual.to(tl.float32) + y",

@@ -79,6 +79,8 @@ class FrozenAttention(NamedTuple):
     write_again: Callable[[], None] | None = None
     interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
     q_scale: Tensor | None = None  # [batch or 1, positions], multiplies q after RoPE; None: 1
+    sinks: Tensor | None = None  # [heads], one more score in each softmax, whose value is 0
+    window: int | None = None  # keys that a query sees, itself the last; None: all up to itself
 
 
 class LoRA_Attention(torch.autograd.Function):
@@ -99,7 +101,7 @@ class LoRA_Attention(torch.autograd.Function):
         cos, sin: [batch or 1, positions, head_dim or less], as for rope. They get no gradient. If
             both are None, q and k are not rotated.
         mask: None for causal attention, or a mask as for scaled_dot_product_attention. It gets no
-            gradient.
+            gradient. With sinks or a window: None for up to 512 positions, or documents' bounds.
         adapters: A [r, in] and B [out, r] of q, k, v and o, 8 tensors of any r and any dtype, as
             for LoRA_W. If biases are trained, all four follow, [out] or None each.
         frozen: base weights and biases as for LoRA_QKV and LoRA_W, head_dim, and the scale.
@@ -114,8 +116,8 @@ class LoRA_Attention(torch.autograd.Function):
     if attention's backward is. Not twice differentiable.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or a base weight, a frozen bias, cos or sin
-            requires a gradient.
+        ValueError: shapes or dtypes do not fit, or a base weight, a frozen bias, cos, sin or sinks
+            require a gradient.
         RuntimeError: from backward, under create_graph=True.
     """
 
@@ -153,10 +155,14 @@ class LoRA_Attention(torch.autograd.Function):
             raw = projected[:2]
             norm_rope_together(q, k, v, frozen.head_norms, cos, sin, qkv, frozen.interleaved)
         scale_q(qkv, frozen.q_scale, projected[0].shape[2])
-        attention = Attention(positions, q.shape[1], k.shape[1], frozen.scaling, frozen.interleaved)
+        attention = Attention(
+            positions, q.shape[1], k.shape[1], frozen.scaling, frozen.interleaved, frozen.window
+        )
         del projected, q, k, v  # qkv holds their values
 
-        attended, attention_saved, ctx.attention = attention_forward(qkv, mask, attention)
+        attended, attention_saved, ctx.attention = attention_forward(
+            qkv, mask, attention, sinks=frozen.sinks
+        )
         by_token = attended.view(batch, positions, attended.shape[1])
         (output,), z_o, o_A, o_B, o_weight = project(
             by_token, adapters[OF_O], [o], masks and masks[3:]
@@ -241,6 +247,11 @@ def _check(
         raise ValueError(
             f"{name}: cos or sin requires a gradient, which it would not get: detach them, or use "
             "the unfused attention"
+        )
+    if frozen.sinks is not None and frozen.sinks.requires_grad:
+        raise ValueError(
+            f"{name}: sinks require a gradient, which they would not get: freeze them, or use the "
+            "unfused attention"
         )
     layers = frozen.qkv.layers
     check_layers(name, QKV_PREFIXES, x, adapters[OF_QKV], layers)

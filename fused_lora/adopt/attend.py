@@ -35,10 +35,29 @@ def why_not_turned(dtype: torch.dtype | None) -> str | None:
     return f"its weights are {dtype}: {CAST}" if dtype is torch.float64 else None
 
 
-def mask_for_attention(mask: Any) -> Any:
-    """Return a mask that transformers' attention accepts. Documents are converted."""
-    is_ours = isinstance(mask, Tensor) and is_documents(mask)
-    return mask_of_documents(mask) if is_ours else mask
+def has_sinks(attention: nn.Module) -> bool:
+    form = known_form(attention, "Attention")
+    return form is not None and bool(form.sinks)
+
+
+def mask_for_attention(attention: Any, mask: Any, dtype: torch.dtype) -> Any:
+    """Return a mask that transformers' attention accepts. Documents are converted: with sinks to
+    what the eager attention adds to its scores, in this dtype."""
+    if not (isinstance(mask, Tensor) and is_documents(mask)):
+        return mask
+    seen = mask_of_documents(mask)
+    if not has_sinks(attention):
+        return seen
+    if (window := attention.sliding_window) is not None:
+        seen = seen.triu(1 - window)
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def full_angles(attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin for both halves of what turns, as our kernels take them."""
+    if not known_form(attention, "Attention").shares_angles:
+        return cos, sin
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
 def attend(
@@ -115,6 +134,7 @@ def _turned(
     form = known_form(attention, "Attention")
     reason = why_not_turned(q.dtype) if "rope" in parts else None
     if "rope" in parts and reason is None:
+        cos, sin = full_angles(attention, cos, sin)
         turned = rope(q, q[:, :0] if k is None else k, cos, sin, form.interleaved)
         return turned if k is not None else (turned[0], None)
     if reason is not None:

@@ -15,7 +15,16 @@ from ..kernels.qkv_norm_rope import HeadNorms
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenQKV, LoRA_QKV
 from .aside import say_left, say_once, step_aside
-from .attend import attend, dropout_of, mask_for_attention, q_scale_of, turns, why_not_turned
+from .attend import (
+    attend,
+    dropout_of,
+    full_angles,
+    has_sinks,
+    mask_for_attention,
+    q_scale_of,
+    turns,
+    why_not_turned,
+)
 from .families import AttentionForm
 from .foreign.forwards import fused_parts_of
 from .foreign.originals import is_builtin, why_replaced
@@ -34,6 +43,7 @@ from .linear import (
 from .projection import Projection, frozen_bias, seed_for, split_projection
 from .refusal import attempt, refuse
 from .rms_norm import why_not_frozen
+from .sinks import sinks_and_window_of, why_not_eager, why_not_sinks
 
 NO_CACHE_IN_TRAINING = (
     "it was given past_key_values; in training, set model.config.use_cache = False"
@@ -166,14 +176,14 @@ def self_attention_forward(
     """Run the class's forward with fused q, k and v, a fused rotary embedding, or both. If both are
     wanted and possible, run the whole attention as one function."""
     if (reason := why_not_class(attention, "Attention")) is not None:
+        mask = mask_for_attention(attention, attention_mask, hidden_states.dtype)
         return step_aside(
             attention, reason, hidden_states, position_embeddings=position_embeddings,
-            attention_mask=mask_for_attention(attention_mask), past_key_values=past_key_values,
-            **options,
+            attention_mask=mask, past_key_values=past_key_values, **options,
         )  # fmt: skip
     reads = _read_fused(attention, hidden_states) if "attention" in parts else NONE
     if reads.are_all and ("rope" in parts or not turns(attention)):
-        angles = position_embeddings if turns(attention) else (None, None)
+        angles = full_angles(attention, *position_embeddings) if turns(attention) else (None, None)
         call = attention_mask, past_key_values, options
         o = _read_rest(attention, hidden_states, *call)
         if o is not None:
@@ -181,13 +191,12 @@ def self_attention_forward(
             return _run_as_one(
                 attention, [*reads.fit, o], hidden_states, angles, attention_mask, scale
             )
-        reason = why_not_inputs(*call)
+        reason = why_not_inputs(*call) or why_not_sinks(attention, hidden_states, attention_mask)
         if reason is not None and torch.is_grad_enabled():  # inference may use anything
             say_once(attention, reason)
-    return attend(
-        attention, parts, _run_qkv(attention, reads, hidden_states), position_embeddings,
-        mask_for_attention(attention_mask), past_key_values, **options,
-    )  # fmt: skip
+    qkv = _run_qkv(attention, reads, hidden_states)
+    mask = mask_for_attention(attention, attention_mask, qkv[0].dtype)
+    return attend(attention, parts, qkv, position_embeddings, mask, past_key_values, **options)
 
 
 NONE = Reads([], {})
@@ -219,6 +228,7 @@ def _run_as_one(
         _frozen_qkv(qkv), frozen_linear(o), attention.head_dim, attention.scaling,
         head_norms_of(attention), seed_for(hidden_states, *(one.dropout for one in reads)),
         write_again, known_form(attention, "Attention").interleaved, q_scale,
+        *sinks_and_window_of(attention),
     )  # fmt: skip
     return LoRA_Attention.apply(hidden_states, *angles, mask, *tensors_of(reads), frozen), None
 
@@ -260,6 +270,7 @@ def _read_rest(
         why_not_as_one(attention)
         or why_not_head_norms(attention)
         or why_not_inputs(mask, past_key_values, options)
+        or why_not_sinks(attention, hidden_states, mask)
         or not ("attention" in fused_parts_of(o) or _is_without_adapter(o))
     ):
         return None
@@ -277,7 +288,9 @@ def why_not_as_one(attention: Any) -> str | None:
 
 def why_not_sdpa(attention: Any) -> str | None:
     """Return the reason if this attention runs anything but causal scaled_dot_product_attention on
-    q, k and v."""
+    q, k and v, or with sinks the eager one."""
+    if has_sinks(attention):
+        return why_not_eager(attention)
     implementation = attention.config._attn_implementation
     form = known_form(attention, "Attention")
     if form.shares_kv:

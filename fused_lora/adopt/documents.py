@@ -24,7 +24,7 @@ from ..kernels.documents import documents_of
 from ..label_check import IGNORED
 from ..step import padding_seen
 from ..step.graphed_module import is_graphed
-from .attend import turns
+from .attend import has_sinks, turns
 from .attention import output_of, read_qkv, why_not_as_one, why_not_sdpa
 from .foreign.forwards import fused_parts_of
 from .foreign.hooks import has_hooks
@@ -60,24 +60,28 @@ def decoder_forward(
     """Run the class's forward, with the bounds of documents as the mask of packed rows.
 
     As in transformers, rows are packed if position_ids restart. The host waits for the device to
-    see that, as it does there. In a graph it cannot, so any position_ids count as packed.
+    see that, as it does there. In a graph it cannot, so any position_ids count as packed. Attention
+    with sinks gets bounds for every batch (`_bounds_of_rows`).
 
     A call that is given a cache and needs no gradients, as those of generate(), runs unfused. To
     decode one token takes the host as long in parts, and 4-bit weights have faster kernels for it.
     """
     check_not_empty(decoder, {"input_ids": input_ids, **options})
     is_generating = past_key_values is not None and not torch.is_grad_enabled()
-    if (
+    batch: Any = next((t for t in (input_ids, options.get("inputs_embeds")) if t is not None), None)
+    has_cache = past_key_values is not None or fills_cache(decoder, options.get("use_cache"))
+    if batch is None or has_cache:  # with a cache they are not documents
+        pass
+    elif have_sinks(decoder):
+        attention_mask = _bounds_of_rows(decoder, batch, attention_mask)
+    elif (
         attention_mask is None
-        and past_key_values is None
-        and not fills_cache(decoder, options.get("use_cache"))  # with one they are not documents
         and isinstance(position_ids, Tensor)
         and position_ids.ndim == 2
         and not _has_axes(decoder)
         and takes_documents(decoder, position_ids.shape[1])
         and all(map(_separates_documents, decoder.layers))
     ):
-        batch = next(t for t in (input_ids, options.get("inputs_embeds")) if t is not None)
         documents = documents_of(position_ids.expand(len(batch), -1))
         if is_capturing(position_ids) or bool(documents[:, :, 0].any()):
             attention_mask = documents
@@ -86,6 +90,36 @@ def decoder_forward(
             decoder, input_ids=input_ids, attention_mask=attention_mask,
             position_ids=position_ids, past_key_values=past_key_values, **options,
         )  # fmt: skip
+
+
+def have_sinks(decoder: Any) -> bool:
+    """Return True for a decoder whose attention has sinks. Its sliding window is the kernels'."""
+    return any(
+        has_sinks(layer.self_attn) for layer in decoder.layers if "self_attn" in layer._modules
+    )
+
+
+def _bounds_of_rows(decoder: Any, batch: Tensor, mask: Any) -> Any:
+    """Return documents for a batch [batch, positions, ...]: each row's tokens, and its padding
+    before and after them. Return the mask as it is if attention takes no documents, or if padding
+    lies between tokens. The host waits to see that.
+
+    Packed rows see each other, as in transformers, whose masks get no positions here.
+    """
+    if not (mask is None or _is_of_tokens(mask, batch)) or not takes_documents(decoder, 1):
+        return mask
+    if mask is None:
+        return _padding_apart(torch.ones(batch.shape[:2], dtype=torch.bool, device=batch.device))
+    if is_capturing(mask) or bool(_is_parted(mask.bool()).any()):
+        return mask
+    return _padding_apart(mask.bool())
+
+
+def _is_of_tokens(mask: Any, batch: Tensor) -> bool:
+    """Return True for a mask that is 1 at tokens and 0 at padding."""
+    return (
+        isinstance(mask, Tensor) and not mask.is_floating_point() and mask.shape == batch.shape[:2]
+    )
 
 
 def check_not_empty(module: nn.Module, inputs: dict[str, Any]) -> None:
@@ -107,7 +141,7 @@ def _has_axes(decoder: Any) -> bool:
 def takes_documents(decoder: Any, longest: int) -> bool:
     """Return True if all attention of a decoder runs fused, on kernels that handle documents up to
     `longest` tokens. An attention that steps aside anyway turns them into a mask."""
-    window = getattr(decoder.config, "sliding_window", None)
+    window = None if have_sinks(decoder) else getattr(decoder.config, "sliding_window", None)
     if torch.compiler.is_compiling() or (window is not None and window < longest):
         return False
     its_module = vars(sys.modules[type(decoder).__module__])
@@ -171,7 +205,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     is_predicting = ~is_token & (labels != IGNORED)
     seen = padding_seen.current()
     if is_capturing(mask):
-        if seen is None or not (seen.is_there and seen.is_apart):
+        if seen is None or not ((seen.is_there or have_sinks(decoder)) and seen.is_apart):
             return inputs, labels
         wrong = is_predicting.any(1, keepdim=True) | _is_parted(is_token)
         labels = labels.masked_fill(wrong & (labels != IGNORED), IN_NO_VOCABULARY)

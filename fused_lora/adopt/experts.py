@@ -1,8 +1,9 @@
-"""The switch `mlp` for a mixture: the forward it sets on experts whose parameters have adapters.
+"""The switch `mlp` for a mixture: the forward it sets on its experts.
 
 PEFT wraps experts once for each of their parameters in target_parameters, one wrapper around the
-other. We set the forward of the outermost one. PEFT's layout of an adapter for E experts: A is
-[E r, in], expert by expert, and B is [out, r E], with the experts of each rank side by side.
+other. We set the forward of the outermost one, or of experts without adapters. PEFT's layout of an
+adapter for E experts: A is [E r, in], expert by expert, and B is [out, r E], with the experts of
+each rank side by side.
 """
 
 from collections.abc import Iterator
@@ -28,6 +29,11 @@ from .projection import BASE_IS_TRAINED, active_adapter, why_call, why_not_plain
 from .refusal import Refusal, attempt, refuse
 
 PARAMETERS = ("gate_up_proj", "down_proj")
+# transformers' class of experts that stay packed in 4 bits, on the kernels of its hub
+PACKED = "Mxfp4GptOssExperts"
+NOT_TRAINED = (
+    "its experts in MXFP4 pass no gradients on: load the model with Mxfp4Config(dequantize=True)"
+)
 # The functions of transformers that compute what the class's forward does, each in its own order.
 IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 
@@ -50,11 +56,13 @@ class ReadExperts(NamedTuple):
 
 
 def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost wrapper of experts with adapters."""
+    """Yield experts, or the outermost wrapper of those with adapters."""
     for name, module in model.named_modules():
-        if not isinstance(module, ParamWrapper) or name.endswith(".base_layer"):
+        if name.endswith(".base_layer"):  # of a wrapper
             continue
-        if "down_proj" in module.get_base_layer()._parameters:
+        base: Any = module.get_base_layer() if isinstance(module, ParamWrapper) else module
+        is_wrapped = base is not module and "down_proj" in base._parameters
+        if is_wrapped or known_form(base, "Experts") or type(base).__name__ == PACKED:
             yield name, module
 
 
@@ -71,7 +79,8 @@ def read_experts(outermost: Any) -> ReadExperts:
         adapters[name] = _adapter_of(module)
         module = module.base_layer
     base: Any = module
-    refuse(why_not_class(base, "Experts") or why_call(base))
+    refuse(NOT_TRAINED if type(base).__name__ == PACKED else None)
+    refuse(why_not_class(base, "Experts") or why_call(base, own_forward=base is not outermost))
     refuse(_why_not_gate(base, known_form(base, "Experts")))
     implementation = getattr(base.config, "_experts_implementation", None)
     if implementation not in IMPLEMENTATIONS:

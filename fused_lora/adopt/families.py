@@ -25,6 +25,9 @@ class AttentionForm(NamedTuple):
         earlier one, as in Gemma 4.
     separates_documents: transformers' masks separate the documents of packed rows.
     scales_q: it multiplies q by a scale that grows with the position, as Llama 4 does.
+    sinks: the attribute with one more score for each head's softmax, whose value is 0; "": none.
+        sliding_window is then its window, None for none.
+    shares_angles: cos and sin hold the angles of one half, which the other shares.
     passes: options of the attention function, each with the attribute passed for it. Transformers'
         sdpa reads no softcap, so fused attention caps no scores either.
     """
@@ -39,6 +42,8 @@ class AttentionForm(NamedTuple):
     shares_kv: bool = False
     separates_documents: bool = True
     scales_q: bool = False
+    sinks: str = ""
+    shares_angles: bool = False
     passes: tuple[tuple[str, str], ...] = ()
 
 
@@ -193,6 +198,8 @@ LFM2_ATTENTION = AttentionForm(
 )
 LFM2_MLP = MLPForm(("w1", "w3"), "", "w2")
 DELTA_OUTPUT = MixerForm(("out_proj",))
+SINKS = AttentionForm(separates_documents=False, sinks="sinks", shares_angles=True,
+                      passes=(*OWN_WINDOW, ("s_aux", "sinks")))  # fmt: skip
 SOFT_CAP = ("softcap", "attn_logit_softcapping")
 
 FAMILIES = (
@@ -234,8 +241,7 @@ FAMILIES = (
            norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS, delta_net=DeltaNetForm(),
            gated_norm=GatedNormForm(), mixer=DELTA_OUTPUT,
            names={"Mixer": "Qwen3_5MoeGatedDeltaNet"}),
-    # its attention has sinks
-    Family("gpt_oss", "GptOss", None, None, layer=None, loss=MIXTURE,
+    Family("gpt_oss", "GptOss", SINKS, None, loss=MIXTURE,
            experts=ExpertsForm(is_clamped=True)),
     Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),
     Family("gemma2", "Gemma2", AttentionForm(passes=(*OWN_WINDOW, SOFT_CAP)), norm=GEMMA_NORM,

@@ -25,7 +25,7 @@ KNOWN_TO = {
 }
 # Functions and methods that the forwards of these classes call, and that fused ones compute
 # themselves.
-CALLED = {"Attention": ("apply_rotary_pos_emb", "rotate_half")}
+CALLED = {"Attention": ("apply_rotary_pos_emb", "rotate_half", "_apply_rotary_emb")}
 METHODS = {"RMSNorm": "_norm"}
 
 

@@ -240,7 +240,9 @@ def layer_forward(
         if torch.is_grad_enabled():
             say_once(layer, reason)
         if not fused_parts_of(layer.self_attn):  # the class's forward takes no documents
-            attention_mask = mask_for_attention(attention_mask)
+            attention_mask = mask_for_attention(
+                layer.self_attn, attention_mask, hidden_states.dtype
+            )
         own = normed_layer_forward if "rms_norm" in parts else _class_forward
         return own(
             layer, parts, hidden_states, attention_mask=attention_mask, position_ids=position_ids,

@@ -147,13 +147,18 @@ def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tenso
     attended = added(attended, form.after_attention)
     if attended.dtype != hidden_states.dtype:  # fp32 weights under autocast: the sum is fp32
         residual = hidden_states + attended
-        return residual + added(layer.mlp(norm(residual)), form.after_mlp)
+        return residual + added(_mlp_of(layer, norm(residual)), form.after_mlp)
     form_of_norm = known_form(norm, "RMSNorm")
     normalised, residual = add_rms_norm(
         hidden_states, attended, norm.weight, getattr(norm, form_of_norm.eps),
         form_of_norm.zero_centered,
     )  # fmt: skip
-    return residual + added(layer.mlp(normalised), form.after_mlp)
+    return residual + added(_mlp_of(layer, normalised), form.after_mlp)
+
+
+def _mlp_of(layer: Any, x: Tensor) -> Tensor:
+    output = layer.mlp(x)
+    return output[0] if isinstance(output, tuple) else output  # a mixture's routing comes second
 
 
 def _mixed(layer: Any, x: Tensor, options: dict[str, Any]) -> Tensor:

@@ -7,11 +7,14 @@ turned by RoPE:
     P         = exp(a q k' - L)
     attended  = P v
 
-in one pass over the keys, which scales down the sum so far when a larger score comes. Scores and
-sums are fp32. P is rounded to the tensors' dtype for its matmul, as in any fused attention, and
-attended is rounded once, at the store. Deterministic. We timed the first version of this kernel on
-an H200, in µs a layer of Qwen2.5-3B with 32 sequences (16 heads of 128, 2 of k and v). cuDNN is
-timed as PyTorch calls it:
+in one pass over the keys, which scales down the sum so far when a larger score comes. A head's sink
+(gpt-oss) is one more score in L, whose value is 0: the pass begins with it. With a window, a query
+sees at most that many keys, itself the last.
+
+Scores and sums are fp32. P is rounded to the tensors' dtype for its matmul, as in any fused
+attention, and attended is rounded once, at the store. Deterministic. We timed the first version of
+this kernel on an H200, in µs a layer of Qwen2.5-3B with 32 sequences (16 heads of 128, 2 of k and
+v). cuDNN is timed as PyTorch calls it:
 
     positions      64     128     256     512
     cuDNN        18.2    18.4    39.0    95.9
@@ -45,6 +48,8 @@ HALVES = (16, 32, 64)
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# Below every score, and a number: a window may hide a tile's first keys from some of its queries.
+LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
 
 class Launch(NamedTuple):
@@ -68,16 +73,36 @@ def dot(a, b, total, IN_FP32: tl.constexpr):
 
 
 @triton.jit
+def is_seen(query, key, WINDOW: tl.constexpr):
+    """True where a query sees a key. WINDOW: how many it sees at most; 0: all up to itself."""
+    seen = key <= query
+    if WINDOW > 0:
+        seen = seen & (query - key < WINDOW)
+    return seen
+
+
+@triton.jit
+def first_seen(first_key, query, WINDOW: tl.constexpr):
+    """The first key that a query sees, of those from first_key on."""
+    if WINDOW > 0:
+        first_key = tl.maximum(first_key, query - (WINDOW - 1))
+    return first_key
+
+
+@triton.jit
 def _attend(
-    q, query, sequence, key_column, first_key, end, limit, qkv_row_stride, score_scale,
+    q, query, sequence, key_column, first_key, end, limit, qkv_row_stride, score_scale, sink,
     HEAD_DIM: tl.constexpr, OF_V: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    IN_FP32: tl.constexpr,
+    WINDOW: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
     """Return (attended, logsumexp) of a tile of queries. Its keys begin at first_key, go on a tile
-    at a time up to `end`, and stop before `limit`."""
+    at a time up to `end`, and stop before `limit`. sink: in units of scores; None: none."""
     feature = tl.arange(0, HEAD_DIM)[None, :]
-    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    most = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    if sink is not None:
+        most = tl.maximum(most, sink)
+        total += 1.0
     attended = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
     zeros = tl.zeros([BLOCK, KEYS], tl.float32)
     for start in range(first_key, end, KEYS):
@@ -87,8 +112,7 @@ def _attend(
         k = tl.load(k_tile, mask=is_key, other=0.0)
         v = tl.load(k_tile + OF_V, mask=is_key, other=0.0)
         scores = dot(q, tl.trans(k), zeros, IN_FP32) * score_scale
-        scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
-        # no query comes before the first key: new_most is a number from the first tile on
+        scores = tl.where(is_seen(query[:, None], key[None, :], WINDOW), scores, float("-inf"))
         new_most = tl.maximum(most, tl.max(scores, axis=1))
         p = tl.exp2(scores - new_most[:, None])
         shrink = tl.exp2(most - new_most)
@@ -102,6 +126,7 @@ def _attend(
 def _attention_forward_kernel(
     qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM]
     documents_ptr,  # [batch, 2, positions] int32, first and end of each token's; None: one a row
+    sinks_ptr,  # [HEADS]; None: no sinks
     attended_ptr,  # [batch * positions, HEADS HEAD_DIM], written
     logsumexp_ptr,  # [batch, HEADS, positions] fp32, written
     positions,
@@ -113,6 +138,7 @@ def _attention_forward_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):
     head = tl.program_id(0) % HEADS
@@ -128,11 +154,15 @@ def _attention_forward_kernel(
     places = logsumexp_ptr + tl.program_id(0).to(tl.int64) * positions + query
     key_column = (HEADS + head // (HEADS // KV_HEADS)) * HEAD_DIM
     end = tl.minimum((block + 1) * BLOCK, positions)
+    sink = None
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
     if documents_ptr is None:
         q = tl.load(q_tile, mask=is_query[:, None], other=0.0)
+        first_key = first_seen(0, block * BLOCK, WINDOW)
         attended, logsumexp = _attend(
-            q, query, sequence, key_column, 0, end, positions, qkv_row_stride, score_scale,
-            HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK, KEYS, IN_FP32,
+            q, query, sequence, key_column, first_key, end, positions, qkv_row_stride, score_scale,
+            sink, HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK, KEYS, WINDOW, IN_FP32,
         )  # fmt: skip
         tl.store(tile, attended.to(attended_ptr.dtype.element_ty), mask=is_query[:, None])
         tl.store(places, logsumexp, mask=is_query)
@@ -142,14 +172,15 @@ def _attention_forward_kernel(
         # one document of the tile at a time: we read nothing of another, which may hold NaN
         while first < end:
             first_key = tl.load(documents + first)
+            first_key = first_seen(first_key, first, WINDOW)
             next = tl.minimum(tl.load(documents + positions + first), end)
             is_query = (query >= first) & (query < next)
             q = tl.load(q_tile, mask=is_query[:, None], other=0.0)
             # those of other documents take part as the first of this one, and are not stored
             attended, logsumexp = _attend(
                 q, tl.maximum(query, first), sequence, key_column, first_key, next, next,
-                qkv_row_stride, score_scale,
-                HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK, KEYS, IN_FP32,
+                qkv_row_stride, score_scale, sink,
+                HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK, KEYS, WINDOW, IN_FP32,
             )  # fmt: skip
             tl.store(tile, attended.to(attended_ptr.dtype.element_ty), mask=is_query[:, None])
             tl.store(places, logsumexp, mask=is_query)
@@ -185,6 +216,8 @@ def causal_attention_forward(
     scaling: float,
     documents: Tensor | None = None,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return attended [batch * positions, heads * head_dim], which is out if given, and logsumexp
     [batch, heads, positions].
@@ -196,9 +229,15 @@ def causal_attention_forward(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2).flatten(2)
         logsumexp = causal(scaling * q @ k.mT).logsumexp(-1)
 
+    Then, with sinks [heads] in any dtype::
+
+        attended *= sigmoid(logsumexp - sinks)
+        logsumexp = logaddexp(logsumexp, sinks)
+
     qkv is [batch * positions, (heads + 2 kv_heads) head_dim], has q and k turned, and passes
     `fits_kernels`. Rows may lie any stride apart. documents: from `documents_of`; the mask is then
-    `mask_of_documents`. None: each row is one document.
+    `mask_of_documents`. None: each row is one document. window: how many keys a query sees; None:
+    all up to itself.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
@@ -208,14 +247,20 @@ def causal_attention_forward(
     batch = qkv.shape[0] // positions
     attended = qkv.new_empty(qkv.shape[0], heads * head_dim) if out is None else out
     check_rows(name, kernel, (qkv.shape[0], heads * head_dim), out=attended)
+    if sinks is not None and (tuple(sinks.shape), sinks.device) != ((heads,), qkv.device):
+        raise ValueError(
+            f"{name}: sinks is {list(sinks.shape)} on {sinks.device}, should be {[heads]} on "
+            f"{qkv.device}"
+        )
     logsumexp = qkv.new_empty(batch, heads, positions, dtype=torch.float32)
     keys, warps, stages = FORWARD if documents is None else FORWARD_OF_DOCUMENTS
     if batch:  # an empty grid cannot be launched
         launch(
             kernel, (batch * heads, cdiv(positions, BLOCK_POSITIONS)),
-            qkv, documents, attended, logsumexp, positions, qkv.stride(0), attended.stride(0),
-            scaling * LOG2_E.value, heads, kv_heads, head_dim, BLOCK_POSITIONS, keys,
-            dots_in_fp32(kernel, qkv), num_warps=warps, num_stages=stages,
+            qkv, documents, None if sinks is None else sinks.contiguous(), attended, logsumexp,
+            positions, qkv.stride(0), attended.stride(0), scaling * LOG2_E.value, heads, kv_heads,
+            head_dim, BLOCK_POSITIONS, keys, window or 0, dots_in_fp32(kernel, qkv),
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return attended, logsumexp
 

@@ -9,10 +9,12 @@ For the incoming g, with D the sum of g * attended over a head's features, and R
     grad_k    = R' a dS' q                  grad_k and grad_v: over all heads that share them
 
 They are written side by side, as the backward of the q, k, v matmul takes them. One kernel computes
-grad_q and D, another grad_k and grad_v. Each computes P and dS for itself. The table is in µs per
-layer of Qwen2.5-3B with 32 sequences, on an H200. We compare with cuDNN's backward, as PyTorch
-calls it, followed by RoPE's kernel. "first" is the first version of these kernels. "now" was timed
-from 128 positions on:
+grad_q and D, another grad_k and grad_v (`causal_attention_keys_backward.py`). Each computes P and
+dS for itself. A sink changes nothing here: it is in L, and attended is what it left.
+
+The table is in µs per layer of Qwen2.5-3B with 32 sequences, on an H200. We compare with cuDNN's
+backward, as PyTorch calls it, followed by RoPE's kernel. "first" is the first version of these
+kernels. "now" was timed from 128 positions on:
 
     positions            64     128     256     512
     cuDNN and RoPE     70.6     117     224     484
@@ -37,7 +39,16 @@ from torch import Tensor
 
 from fused_mlp.launching import cdiv, launch
 
-from .causal_attention import BLOCK_POSITIONS, LOG2_E, Launch, dot, head_dim_of
+from .causal_attention import (
+    BLOCK_POSITIONS,
+    LOG2_E,
+    Launch,
+    dot,
+    first_seen,
+    head_dim_of,
+    is_seen,
+)
+from .causal_attention_keys_backward import _attention_keys_backward_kernel
 from .qkv_rope import angles_of, batch_of
 from .rotation import load_halves, store_turned_back
 from .rows import check_alike, check_rows
@@ -54,7 +65,7 @@ def _attend_backward(
     q_1, q_2, grad, dots, logsumexp, query, sequence, kv_head, first_key, end, limit,
     qkv_row_stride, score_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, IN_FP32: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of queries, in halves and not scaled, by keys as `_attend` has them"""
     HEAD_DIM: tl.constexpr = 2 * HALF
@@ -70,7 +81,7 @@ def _attend_backward(
         v = tl.load(v_tile, mask=is_key, other=0.0)
         scores = dot(q_2, tl.trans(k_2), dot(q_1, tl.trans(k_1), zeros, IN_FP32), IN_FP32)
         p = tl.exp2(scores * score_scale - (logsumexp * LOG2_E)[:, None])
-        p = tl.where(key[None, :] <= query[:, None], p, 0.0)
+        p = tl.where(is_seen(query[:, None], key[None, :], WINDOW), p, 0.0)
         grad_p = dot(grad, tl.trans(v), zeros, IN_FP32)
         grad_scores = (p * (grad_p - dots[:, None])).to(grad.dtype)
         grad_q_1 = dot(grad_scores, k_1, grad_q_1, IN_FP32)
@@ -102,6 +113,7 @@ def _attention_queries_backward_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):
     HEAD_DIM: tl.constexpr = 2 * HALF
@@ -129,9 +141,10 @@ def _attention_queries_backward_kernel(
     if documents_ptr is None:
         q_1, q_2 = load_halves(q_row, head * HEAD_DIM, mask, HALF)
         logsumexp = tl.load(logsumexp_ptr + places, mask=is_query, other=0.0)
+        first_key = first_seen(0, block * BLOCK, WINDOW)
         grad_q_1, grad_q_2 = _attend_backward(
-            q_1, q_2, grad, dots, logsumexp, query, sequence, kv_head, 0, end, positions,
-            qkv_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, KEYS, IN_FP32,
+            q_1, q_2, grad, dots, logsumexp, query, sequence, kv_head, first_key, end, positions,
+            qkv_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, KEYS, WINDOW, IN_FP32,
         )  # fmt: skip
         store_turned_back(
             grad_qkv_row, head * HEAD_DIM, grad_q_1 * scaling, grad_q_2 * scaling,
@@ -141,7 +154,7 @@ def _attention_queries_backward_kernel(
         documents = documents_ptr + batch * 2 * positions
         first = block * BLOCK
         while first < end:
-            first_key = tl.load(documents + first)
+            first_key = first_seen(tl.load(documents + first), first, WINDOW)
             next = tl.minimum(tl.load(documents + positions + first), end)
             is_query = (query >= first) & (query < next)
             mask = is_query[:, None]
@@ -150,131 +163,12 @@ def _attention_queries_backward_kernel(
             logsumexp = tl.load(logsumexp_ptr + places, mask=is_query, other=0.0)
             grad_q_1, grad_q_2 = _attend_backward(
                 q_1, q_2, grad, dots, logsumexp, query, sequence, kv_head, first_key, next, next,
-                qkv_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, KEYS, IN_FP32,
+                qkv_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, KEYS, WINDOW, IN_FP32,
             )  # fmt: skip
             store_turned_back(
                 grad_qkv_row, head * HEAD_DIM, grad_q_1 * scaling, grad_q_2 * scaling,
                 cos_ptr, sin_ptr, angle, mask, HALF,
             )  # fmt: skip
-            first = next
-
-
-@triton.jit
-def _attend_keys_backward(
-    k_1, k_2, v, key, sequence, grad_rows, logsumexp_rows, dots_rows, kv_head, first_query, end,
-    positions, qkv_row_stride, grad_row_stride, score_scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    IN_FP32: tl.constexpr,
-):  # fmt: skip
-    """Return the gradients of a tile of keys, in halves and not scaled, and of its values. The
-    queries run from first_query up to `end`, in all heads that share these keys."""
-    HEAD_DIM: tl.constexpr = 2 * HALF
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    feature = tl.arange(0, HEAD_DIM)[None, :]
-    grad_k_1 = tl.zeros([BLOCK, HALF], tl.float32)
-    grad_k_2 = tl.zeros([BLOCK, HALF], tl.float32)
-    grad_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
-    blocks = tl.cdiv(end - first_query, BLOCK)
-    # a single loop over the heads and their queries keeps the next loads in flight
-    for i in range(0, GROUP * blocks):
-        head = kv_head * GROUP + i // blocks
-        query = first_query + i % blocks * BLOCK + tl.arange(0, BLOCK)
-        is_query = query < end
-        mask = is_query[:, None]
-        q_1, q_2 = load_halves(
-            sequence + query.to(tl.int64)[:, None] * qkv_row_stride, head * HEAD_DIM, mask, HALF
-        )
-        grad_tile = grad_rows + query.to(tl.int64)[:, None] * grad_row_stride + head * HEAD_DIM
-        grad = tl.load(grad_tile + feature, mask=mask, other=0.0)
-        places = head.to(tl.int64) * positions + query
-        logsumexp = tl.load(logsumexp_rows + places, mask=is_query, other=0.0)
-        dots = tl.load(dots_rows + places, mask=is_query, other=0.0)
-        scores = dot(k_2, tl.trans(q_2), dot(k_1, tl.trans(q_1), zeros, IN_FP32), IN_FP32)
-        p = tl.exp2(scores * score_scale - (logsumexp * LOG2_E)[None, :])
-        # behind the last query grad is 0, and so is everything that p is multiplied by
-        p = tl.where(key[:, None] <= query[None, :], p, 0.0)
-        grad_v = dot(p.to(grad.dtype), grad, grad_v, IN_FP32)
-        grad_p = dot(v, tl.trans(grad), zeros, IN_FP32)
-        grad_scores = (p * (grad_p - dots[None, :])).to(grad.dtype)
-        grad_k_1 = dot(grad_scores, q_1, grad_k_1, IN_FP32)
-        grad_k_2 = dot(grad_scores, q_2, grad_k_2, IN_FP32)
-    return grad_k_1, grad_k_2, grad_v
-
-
-@triton.jit(do_not_specialize=["positions"])
-def _attention_keys_backward_kernel(
-    grad_ptr,  # as in _attention_queries_backward_kernel, all of them
-    qkv_ptr,
-    documents_ptr,
-    logsumexp_ptr,
-    dots_ptr,
-    cos_ptr,
-    sin_ptr,
-    cos_batch_stride,
-    grad_qkv_ptr,  # its other columns written
-    positions,
-    grad_row_stride,
-    qkv_row_stride,
-    grad_qkv_row_stride,
-    scaling,
-    score_scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IN_FP32: tl.constexpr,
-):
-    HEAD_DIM: tl.constexpr = 2 * HALF
-    kv_head = tl.program_id(0) % KV_HEADS
-    batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
-    start = tl.program_id(1) * BLOCK  # the first ones have the most queries
-    key = start + tl.arange(0, BLOCK)
-    is_key = (key < positions)[:, None]
-    sequence = qkv_ptr + batch * positions * qkv_row_stride
-    grad_rows = grad_ptr + batch * positions * grad_row_stride
-    logsumexp_rows = logsumexp_ptr + batch * HEADS * positions
-    dots_rows = dots_ptr + batch * HEADS * positions
-    key_row = sequence + key.to(tl.int64)[:, None] * qkv_row_stride
-    k_column = (HEADS + kv_head) * HEAD_DIM
-    v_column = (HEADS + KV_HEADS + kv_head) * HEAD_DIM
-    feature = tl.arange(0, HEAD_DIM)[None, :]
-    row = grad_qkv_ptr + (batch * positions + key)[:, None] * grad_qkv_row_stride
-    angle = batch * cos_batch_stride + key[:, None] * HEAD_DIM
-    if documents_ptr is None:
-        k_1, k_2 = load_halves(key_row, k_column, is_key, HALF)
-        v = tl.load(key_row + v_column + feature, mask=is_key, other=0.0)
-        grad_k_1, grad_k_2, grad_v = _attend_keys_backward(
-            k_1, k_2, v, key, sequence, grad_rows, logsumexp_rows, dots_rows, kv_head, start,
-            positions, positions, qkv_row_stride, grad_row_stride, score_scale,
-            HEADS, KV_HEADS, HALF, BLOCK, IN_FP32,
-        )  # fmt: skip
-        store_turned_back(
-            row, k_column, grad_k_1 * scaling, grad_k_2 * scaling, cos_ptr, sin_ptr, angle, is_key,
-            HALF,
-        )  # fmt: skip
-        tl.store(row + v_column + feature, grad_v.to(grad_qkv_ptr.dtype.element_ty), mask=is_key)
-    else:
-        documents = documents_ptr + batch * 2 * positions
-        first = start
-        last = tl.minimum(start + BLOCK, positions)
-        while first < last:
-            end = tl.load(documents + positions + first)
-            next = tl.minimum(end, last)
-            is_key = ((key >= first) & (key < next))[:, None]
-            k_1, k_2 = load_halves(key_row, k_column, is_key, HALF)
-            v = tl.load(key_row + v_column + feature, mask=is_key, other=0.0)
-            grad_k_1, grad_k_2, grad_v = _attend_keys_backward(
-                k_1, k_2, v, key, sequence, grad_rows, logsumexp_rows, dots_rows, kv_head, first,
-                end, positions, qkv_row_stride, grad_row_stride, score_scale,
-                HEADS, KV_HEADS, HALF, BLOCK, IN_FP32,
-            )  # fmt: skip
-            store_turned_back(
-                row, k_column, grad_k_1 * scaling, grad_k_2 * scaling, cos_ptr, sin_ptr, angle,
-                is_key, HALF,
-            )  # fmt: skip
-            grad_v = grad_v.to(grad_qkv_ptr.dtype.element_ty)
-            tl.store(row + v_column + feature, grad_v, mask=is_key)
             first = next
 
 
@@ -289,6 +183,7 @@ def causal_attention_backward(
     scaling: float,
     grad_qkv: Tensor,
     documents: Tensor | None = None,
+    window: int | None = None,
 ) -> None:
     """Write the gradient of qkv, as it was before cos and sin turned it, into grad_qkv.
 
@@ -304,7 +199,7 @@ def causal_attention_backward(
             nothing was turned.
         logsumexp: [batch, heads, positions] in fp32 and contiguous, from any forward.
         grad_qkv: as qkv. Rows of all may lie any stride apart.
-        documents: as the forward had them.
+        documents, window: as the forward had them.
 
     Raises:
         ValueError: as `causal_attention_forward`.
@@ -335,14 +230,14 @@ def causal_attention_backward(
         kernel, (batch * heads, blocks),
         grad, qkv, documents, attended, logsumexp, dots, *angles, grad_qkv, positions,
         grad.stride(0), qkv.stride(0), attended.stride(0), grad_qkv.stride(0),
-        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK_POSITIONS, keys, in_fp32,
-        num_warps=warps, num_stages=stages,
+        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK_POSITIONS, keys,
+        window or 0, in_fp32, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     _, warps, stages = BACKWARD_KEYS
     launch(
         _attention_keys_backward_kernel, (batch * kv_heads, blocks),
         grad, qkv, documents, logsumexp, dots, *angles, grad_qkv, positions,
         grad.stride(0), qkv.stride(0), grad_qkv.stride(0),
-        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK_POSITIONS, in_fp32,
-        num_warps=warps, num_stages=stages,
+        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK_POSITIONS, window or 0,
+        in_fp32, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -4,11 +4,13 @@ An autograd function that contains attention has to call attention's backward it
 the tensors for that call like any others. A graph kept from forward would hold them where
 checkpointing and offloading do not see them. We use the first of these that can run:
 
-    forward     `causal_attention.py`, of up to 64 positions without a mask, and of documents
+    forward     `causal_attention.py`, of up to 64 positions without a mask, of documents, and with
+                sinks or a window
                 cuDNN or FlashAttention, whichever scaled_dot_product_attention itself would use:
                 PyTorch has a pair of calls for each
                 scaled_dot_product_attention, for all else: a mask, head dimensions that it pads
-    backward    `causal_attention_backward.py`, of up to 512 positions, and of documents
+    backward    `causal_attention_backward.py`, of up to 512 positions, and of what only our
+                forward takes
                 the backend's own
                 scaled_dot_product_attention once more, under autograd: it works everywhere, and
                 costs one more forward of attention
@@ -44,6 +46,7 @@ class Attention(NamedTuple):
     kv_heads: int
     scaling: float
     interleaved: bool = False  # RoPE pairs neighbours
+    window: int | None = None  # keys that a query sees, itself the last; None: all up to itself
     backend: int | None = None  # FLASH or CUDNN, once forward has run on one of them
 
 
@@ -56,7 +59,11 @@ class AttentionSaved(NamedTuple):
 
 
 def attention_forward(
-    qkv: Tensor, mask: Tensor | None, attention: Attention, out: Tensor | None = None
+    qkv: Tensor,
+    mask: Tensor | None,
+    attention: Attention,
+    out: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, AttentionSaved, Attention]:
     """Return (attended, saved, attention); saved and attention are for `attention_backward`.
 
@@ -70,16 +77,28 @@ def attention_forward(
         attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     qkv is [batch * positions, (heads + 2 kv_heads) head_dim], q and k in it turned; mask is None,
-    for causal, documents (`documents.py`), or what scaled_dot_product_attention takes.
+    for causal, documents (`documents.py`), or what scaled_dot_product_attention takes. sinks: as
+    `causal_attention_forward` has them.
+
+    Raises:
+        ValueError: there are sinks or a window, and our kernels cannot run.
     """
-    positions, heads, kv_heads, scaling, *_ = attention
+    positions, heads, kv_heads, scaling, _, window, _ = attention
     documents, mask = _documents_or_mask(qkv, mask, attention)
+    is_ours = sinks is not None or window is not None
+    if is_ours and mask is not None:
+        raise ValueError(
+            "attention with sinks or a window takes no mask: give None, or documents_of's bounds "
+            "with heads that our kernels take"
+        )
     is_short = mask is None and positions <= causal_attention.FORWARD_POSITIONS
-    if documents is not None or (
-        is_short and causal_attention.fits_kernels(qkv, positions, heads, kv_heads)
+    if (
+        is_ours
+        or documents is not None
+        or (is_short and causal_attention.fits_kernels(qkv, positions, heads, kv_heads))
     ):
         attended, logsumexp = causal_attention_forward(
-            qkv, positions, heads, kv_heads, scaling, documents, out
+            qkv, positions, heads, kv_heads, scaling, documents, out, sinks, window
         )
         return attended, AttentionSaved(logsumexp), attention
     q, k, v = split_heads(qkv, positions, heads, kv_heads)
@@ -119,7 +138,7 @@ def attention_backward(
     grad and attended are [batch * positions, heads * head_dim]. All else is what forward took and
     returned.
     """
-    positions, heads, kv_heads, scaling, interleaved, backend = attention
+    positions, heads, kv_heads, scaling, interleaved, window, backend = attention
     documents, mask = _documents_or_mask(qkv, mask, attention)
     if saved.logsumexp is not None and causal_attention.fits_kernels(
         qkv, positions, heads, kv_heads, documents
@@ -130,7 +149,7 @@ def attention_backward(
         turns_whole = cos is None or (not interleaved and cos.shape[2] * heads == attended.shape[1])
         angles = (cos, sin) if turns_whole else (None, None)
         causal_attention_backward(
-            grad, qkv, *angles, attended, logsumexp, kv_heads, scaling, grad_qkv, documents
+            grad, qkv, *angles, attended, logsumexp, kv_heads, scaling, grad_qkv, documents, window
         )
         if not turns_whole:
             assert cos is not None and sin is not None

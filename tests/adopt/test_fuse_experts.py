@@ -2,7 +2,6 @@
 `test_families.py` has each family, and `contract.py` the function."""
 
 import copy
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -36,6 +35,7 @@ def experts_of(model):
     return model.get_submodule(everywhere("mlp.experts")[0])
 
 
+FROZEN = {"target_modules": ["q_proj"], "target_parameters": None}
 SETTINGS = {  # of LoraConfig, and of the model
     "all-linear": ({}, {}),
     "both parameters": (EXPERTS, {}),
@@ -44,6 +44,7 @@ SETTINGS = {  # of LoraConfig, and of the model
     "gate_up alone": (EXPERTS | {"target_parameters": [GATE_UP]}, {}),
     "down alone": (EXPERTS | {"target_parameters": [DOWN]}, {}),
     "rank 5, rsLoRA": (EXPERTS | {"r": 5, "use_rslora": True}, {}),
+    "frozen": (FROZEN, {}),
     "ranks that differ": (EXPERTS | {"rank_pattern": {DOWN: 2}}, {}),
 }
 
@@ -59,8 +60,9 @@ def test_it_trains_as_plain_peft_does(name, device):
     got, want = (step(model, length=5) for model in (fused, plain))
     assert got.functions == {"LoRA_Experts": 2} and not want.functions
     assert_close(got, want, 1e-4)
-    A = next(gradient for name, gradient in want.items() if "experts" in name and "lora_A" in name)
-    assert not A.view(16, -1).any(dim=1).all()  # an expert had no tokens
+    for name, A in want.items():
+        if "experts" in name and "lora_A" in name:
+            assert not A.view(16, -1).any(dim=1).all()  # an expert had no tokens
     assert set(everywhere("mlp.experts")) < set(unfuse(fused))
     assert functions_of(loss_of(fused)) == {}
 
@@ -173,14 +175,10 @@ def test_experts_that_may_not_be_fused_run_as_peft_has_them(name, device):
     assert relative_error(got.logits, plain(input_ids=ids(device)[:, :5]).logits) < 1e-5
 
 
-@pytest.mark.parametrize(("config", "lora", "reason"), [
-    ({"moe_intermediate_size": 12}, {}, "its sizes are 32 and 12, not multiples of 8"),
-    ({}, {"target_parameters": [], "target_modules": ["q_proj"]}, "no experts with adapters"),
-])  # fmt: skip
-def test_a_mixture_that_cannot_run_fused_says_why(config, lora, reason, device):
-    model = moe_model(device, config=config | {"experts_implementation": "eager"}, **lora)
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        fuse(model, MLP_ON)
+def test_a_mixture_that_cannot_run_fused_says_why(device):
+    config = {"moe_intermediate_size": 12, "experts_implementation": "eager"}
+    with pytest.raises(ValueError, match="its sizes are 32 and 12, not multiples of 8"):
+        fuse(moe_model(device, config=config), MLP_ON)
 
 
 def test_a_patched_class_is_left_alone(monkeypatch, device):

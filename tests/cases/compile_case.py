@@ -148,6 +148,13 @@ def launch_layer():
         causal_attention_backward.causal_attention_backward(
             grad, qkv, *angles, attended, logsumexp, KV_HEADS, 0.1, grad_qkv
         )
+    documents = empty(BATCH, 1, 2, POSITIONS, dtype=torch.int32)
+    causal_attention.causal_attention_forward(
+        qkv, POSITIONS, HEADS, KV_HEADS, 0.1, documents, sinks=empty(HEADS), window=40
+    )
+    causal_attention_backward.causal_attention_backward(
+        grad, qkv, cos, cos, attended, logsumexp, KV_HEADS, 0.1, grad_qkv, documents, window=40
+    )
     grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     qkv_rope.rope_backward(*grads, cos, cos, qkv)
     qkv_rope.rope_together(*grads, cos, cos, qkv)

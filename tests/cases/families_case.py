@@ -274,10 +274,8 @@ FAMILIES = {
         }, left=slow_parts("model"),
     ),
     "gpt-oss": Family(
-        "GptOss", TOP_2 | WINDOW | {"layer_types": ["full_attention"] * 2}, lora=EXPERTS,
-        fused={"mlp": ("mlp.experts",), "attention": ("self_attn.o_proj",), "rope": ()},
-        left=not_known("GptOssAttention"), functions={"LoRA_W": 2},
-        not_whole="GptOssDecoderLayer is not a layer class",
+        "GptOss", TOP_2 | WINDOW | {"head_dim": 32}, lora=EXPERTS, fused={"mlp": ("mlp.experts",)},
+        not_whole=MIXTURE, functions=APART if torch.cuda.is_available() else ONE,  # in fp32
     ),
     "Gemma": Family("Gemma"),
     "Gemma 2": Family(

@@ -20,9 +20,11 @@ NAMES = ["q_A", "q_B", "k_A", "k_B", "v_A", "v_B", "o_A", "o_B"]
 def make(
     batch=2, positions=9, *, device, heads=4, kv_heads=2, head_dim=26, dtype=torch.bfloat16,
     r=(8, 8, 8, 8), bias=True, adapter_dtypes=None, frozen_dtype=None, mask=None, norms=False,
+    window=None,
 ):  # fmt: skip
     """Return x, cos, sin, mask, eight adapters (no B zero) and frozen, and a gradient. Head norms
-    are optional; "together" normalises all heads of a token as one."""
+    are optional; "together" normalises all heads of a token as one. With a window there are sinks.
+    """
     options = {"dtype": frozen_dtype or dtype, "device": device}
     wide, narrow = heads * head_dim, kv_heads * head_dim
     sizes = [(IN, wide), (IN, narrow), (IN, narrow), (wide, OUT)]
@@ -44,7 +46,8 @@ def make(
     frozen = FrozenAttention(
         FrozenQKV(*weights, *biases, *scalings), layers[3], head_dim, head_dim**-0.5,
         head_norms(*((heads, kv_heads) if norms == "together" else (1, 1)), head_dim, **options)
-        if norms else None,
+        if norms else None, window=window,
+        sinks=None if window is None else random(heads, seed=50, **options),
     )  # fmt: skip
     angle = random(1, positions, head_dim // 2, seed=7, scale=3.0, device=device).repeat(1, 1, 2)
     x = random(batch, positions, IN, seed=1, device=device, dtype=dtype)
@@ -97,6 +100,15 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):
     if cos is not None:
         q, k = turned(q), turned(k)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    if frozen.sinks is not None:  # the score of one more key, whose value is 0
+        q = torch.cat((q, frozen.sinks[:, None, None].expand(*q.shape[:3], 1)), -1)
+        last = torch.zeros_like(q[:, :, :1])
+        last[..., -1] = 1 / frozen.scaling
+        k = torch.cat((F.pad(k, (0, 1)), last), 2)
+        v = F.pad(v, (0, 0, 0, 1))
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=x.device).tril()
+        mask = mask.triu(1 - frozen.window)
+        mask[:, -1] = True
     is_causal = mask is None and q.shape[2] > 1
     attended = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=is_causal, scale=frozen.scaling

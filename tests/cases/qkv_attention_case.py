@@ -26,25 +26,32 @@ def turned_heads(qkv, cos, sin, heads, kv_heads):
     return q, *(t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
 
 
-def eager(case, heads, kv_heads):
-    """attended, the logsumexp, and the gradient of what is turned."""
+def eager(case, heads, kv_heads, sinks=None, window=None):
+    """attended, the logsumexp, and the gradient of what is turned. sinks [heads] are one more score
+    in each softmax; a window is how many keys a query sees."""
     qkv, cos, sin, grad = case
     leaf = qkv.detach().requires_grad_()
     q, k, v = turned_heads(leaf, cos, sin, heads, kv_heads)
     behind = torch.ones(*[cos.shape[1]] * 2, dtype=torch.bool, device=qkv.device).triu(1)
+    if window is not None:
+        behind |= torch.ones_like(behind).tril(-window)
     scores = (SCALING * (q @ k.mT)).masked_fill(behind, float("-inf"))
-    attended = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2).flatten(0, 1)
+    if sinks is not None:
+        one_more = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, one_more), -1)
+    p = scores.softmax(-1)[..., : cos.shape[1]]
+    attended = (p @ v).transpose(1, 2).flatten(2).flatten(0, 1)
     gradient = torch.autograd.grad(attended, leaf, grad)[0]
     return attended.detach(), scores.logsumexp(-1).detach(), gradient
 
 
-def fused(case, heads, kv_heads, mask=None, interleaved=False):
+def fused(case, heads, kv_heads, mask=None, interleaved=False, sinks=None, window=None):
     """attended, and the gradient of what is turned. mask: of booleans, or documents' bounds."""
     qkv, cos, sin, grad = case
     qkv = qkv.clone()
     rope_forward(qkv, cos, sin, heads, kv_heads, interleaved)
-    attention = Attention(cos.shape[1], heads, kv_heads, SCALING, interleaved)
-    attended, saved, attention = attention_forward(qkv, mask, attention)
+    attention = Attention(cos.shape[1], heads, kv_heads, SCALING, interleaved, window)
+    attended, saved, attention = attention_forward(qkv, mask, attention, sinks=sinks)
     gradient = torch.full_like(qkv, 7.0)
     attention_backward(grad, qkv, cos, sin, mask, attended, saved, attention, gradient)
     return attended, gradient

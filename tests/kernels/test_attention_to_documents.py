@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import qkv_attention_case
-from cases.reference import assert_within_budget
+from cases.reference import assert_within_budget, random
 
 from fused_lora.kernels.documents import documents_of, mask_of_documents
 
@@ -14,7 +14,12 @@ CASES = {
     "of one token": ([[1] * 9], 4, 2, 32),
     "longer than our kernels take without": ([[520, 60]], 1, 1, 32),
     "heads of no kernel": ([[5, 9, 3], [1, 1, 15]], 4, 2, 16),
+    "sinks": ([[37, 64, 29], [130]], 4, 2, 32),
+    "sinks and a window": ([[5, 1, 124], [130]], 4, 2, 32),
+    "a window": ([[70, 60]], 2, 1, 32),
+    "a window of one": ([[3, 66]], 2, 1, 32),
 }
+WINDOWS = {"sinks and a window": 40, "a window": 65, "a window of one": 1}
 
 
 def positions_of(lengths, device="cpu"):
@@ -28,15 +33,24 @@ def make(case, dtype, device):
     return qkv_attention_case.make(*sizes, dtype=dtype, device=device)
 
 
+def sinks_of(case, given):
+    """A sink for each head, None if the case has none."""
+    if not case.startswith("sinks"):
+        return None
+    sinks = random(CASES[case][1], seed=5, scale=2.0, dtype=torch.bfloat16, device=given[0].device)
+    return sinks.to(given[0].dtype)
+
+
 def eager(case, given):
     """attended, and the gradient of what is turned, a document at a time."""
     lengths, heads, kv_heads, _ = CASES[case]
     qkv, cos, sin, grad = given
     counts, found = [n for row in lengths for n in row], []
+    others = sinks_of(case, given), WINDOWS.get(case)
     by_token = (t.split(counts) for t in (qkv, cos.flatten(0, 1), sin.flatten(0, 1), grad))
     for rows, one_cos, one_sin, gradient in zip(*by_token, strict=True):
         one = rows, one_cos[None], one_sin[None], gradient
-        found.append(qkv_attention_case.eager(one, heads, kv_heads))
+        found.append(qkv_attention_case.eager(one, heads, kv_heads, *others))
     attended, _, gradients = zip(*found, strict=True)
     return torch.cat(attended), torch.cat(gradients)
 
@@ -44,7 +58,8 @@ def eager(case, given):
 def fused(case, given):
     lengths, heads, kv_heads, _ = CASES[case]
     documents = documents_of(positions_of(lengths, given[0].device))
-    return qkv_attention_case.fused(given, heads, kv_heads, documents)
+    seen = {"sinks": sinks_of(case, given), "window": WINDOWS.get(case)}
+    return qkv_attention_case.fused(given, heads, kv_heads, documents, **seen)
 
 
 def assert_right(case, given):
@@ -54,7 +69,7 @@ def assert_right(case, given):
         assert_within_budget(*row)
 
 
-@pytest.mark.slow("tiles begin and end anywhere-dtype5", "of one token", "heads of no kernel")
+@pytest.mark.slow("tiles begin and end anywhere-dtype9", "of one token", "heads of no kernel")
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, torch.bfloat16) for case in CASES]
@@ -66,6 +81,18 @@ def test_documents_attend_to_themselves(case, dtype, device):
     assert_right(case, make(case, dtype, device))
 
 
+@pytest.mark.parametrize("case", ["sinks", "sinks and a window"])
+def test_sinks_and_windows_need_no_documents(case, device, monkeypatch):
+    _, *sizes = CASES[case]
+    monkeypatch.setitem(CASES, case, ([[70], [70]], *sizes))
+    given = make(case, torch.bfloat16, device)
+    seen = {"sinks": sinks_of(case, given), "window": WINDOWS.get(case)}
+    got = qkv_attention_case.fused(given, *sizes[:2], None, **seen)
+    want = eager(case, given), eager(case, [t.double() for t in given])
+    for row in zip(("attended", "gradient"), got, *want, strict=True):
+        assert_within_budget(*row)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mean", [30, 250, 3000])
 def test_a_models_own_sizes_are_within_the_error_budget(mean, device, monkeypatch):
@@ -74,6 +101,14 @@ def test_a_models_own_sizes_are_within_the_error_budget(mean, device, monkeypatc
     lengths = (mean * some).long().clamp(1, 4096)[: 20_000 // mean]  # the truth keeps every score
     monkeypatch.setitem(CASES, "model", ([lengths.tolist()], 16, 2, 128))
     assert_right("model", make("model", torch.bfloat16, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sinks", "sinks and a window"])
+def test_gpt_oss_own_sizes_are_within_the_error_budget(name, device, monkeypatch):
+    monkeypatch.setitem(CASES, name, ([[512], [300, 212]], 64, 8, 64))
+    monkeypatch.setitem(WINDOWS, name, 128 if name in WINDOWS else None)
+    assert_right(name, make(name, torch.bfloat16, device))
 
 
 def test_a_document_of_nan_changes_no_other(device):

@@ -10,7 +10,7 @@ ATTENTION = OPERATIONS["LoRA_Attention"]
 HEADS = {
     "MHA": {"kv_heads": 4},
     "MQA of 3 heads": {"heads": 3, "kv_heads": 1, "head_dim": 10},
-    "tiles of our own attention": {"head_dim": 32},
+    "our own kernels' tiles": {"head_dim": 32},
 }
 
 
@@ -45,7 +45,7 @@ def test_angles_may_be_each_sequences_own_and_of_another_dtype(device):
 
 
 @pytest.mark.parametrize("norms", [False, True, "together"])
-@pytest.mark.parametrize("heads", ["MQA of 3 heads", "tiles of our own attention"])
+@pytest.mark.parametrize("heads", ["MQA of 3 heads", "our own kernels' tiles"])
 def test_q_and_k_need_not_be_turned(heads, norms, device):
     case = case_of(device, norms=norms, **HEADS[heads])
     case.inputs.update(cos=None, sin=None)
@@ -56,6 +56,15 @@ def test_q_and_k_need_not_be_turned(heads, norms, device):
 @pytest.mark.parametrize("heads", HEADS)
 def test_all_heads_may_be_normed_together(heads, device):
     assert_right(ATTENTION, case_of(device, norms="together", **HEADS[heads]))
+
+
+@pytest.mark.parametrize("positions", [19, 70])
+def test_sinks_and_a_window(positions, device):
+    case = case_of(device, positions, window=6, **HEADS["our own kernels' tiles"])
+    assert_right(ATTENTION, case)
+    case.inputs["frozen"].sinks.requires_grad_()
+    with pytest.raises(ValueError, match="sinks require a gradient, which they would not get"):
+        run(ATTENTION, case)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.families_case import FAMILIES as OTHERS
 from cases.fused_case import ALL
 from cases.graph_case import (
     EagerStep,
@@ -108,10 +109,13 @@ def packed(device, seed):
     return {"input_ids": tokens, "labels": tokens, "position_ids": position_ids}
 
 
-def steps_with_kernels(fusion, device, lr):
+def steps_with_kernels(fusion, device, lr, with_sinks=False):
     """Return a step and an eager loop to compare it with."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a GPU has no kernels for fp32
-    model = peft_model(device, "Llama", dtype, config=ONE_LAYER | {"head_dim": 32})
+    if with_sinks:
+        model = OTHERS["gpt-oss"].peft_model(device, dtype, target_parameters=None).train()
+    else:
+        model = peft_model(device, "Llama", dtype, config=ONE_LAYER | {"head_dim": 32})
     eager = copy.deepcopy(model)
     fuse(model, fusion), fuse(eager, fusion)
     step = (GraphedStep if device == "cuda" else StepRunAtCapture)(model, adamw(model, lr))
@@ -185,6 +189,17 @@ def test_one_graph_takes_rows_of_any_padding(fusion, no_warnings, monkeypatch, d
     masks = train_as_eager(step, eager, calls, OF_OTHER_ROWS[device], fusion, monkeypatch)
     in_graph = (2, 1, 2, 9), torch.int32
     assert masks[-1] == in_graph and in_graph not in masks[:-1]
+
+
+def test_with_sinks_no_eager_call_needs_padding_for_that(no_warnings, monkeypatch, device):
+    """Attention has bounds for whole rows too."""
+    fusion = Fusion(**ALL)
+    step, eager = steps_with_kernels(fusion, device, OF_OTHER_STEPS, with_sinks=True)
+    calls = [padded(device, seed) for seed in SEEDS[device]]
+    for call in calls[:EAGER_CALLS]:
+        call["attention_mask"] = torch.ones_like(call["attention_mask"])
+    masks = train_as_eager(step, eager, calls, OF_OTHER_ROWS[device], fusion, monkeypatch)
+    assert set(masks) == {((2, 1, 2, 9), torch.int32)}
 
 
 @pytest.mark.slow("predicts")
