@@ -1,25 +1,35 @@
 """A graphed step with or without a GPU, the eager loop that it stands for, and a small model.
 
-Without a GPU a "graph" is the list of PyTorch's operations that the step ran, with the tensors that
-they ran on. As with a CUDA graph, capturing changes nothing, a replay runs operations and no
-Python, every result lies where it lay at capture, and an operation that would wait for the device
-is an error. So a number that was baked in, or a gradient at another address, shows on the CPU too.
+Without a GPU a "graph" is the list of PyTorch's operations and of our interpreted kernels that the
+step ran, with the tensors that they ran on. As with a CUDA graph, capturing changes nothing, a
+replay runs operations and no Python, every result lies where it lay at capture, and an operation
+that would wait for the device is an error. So a number that was baked in, or a gradient at another
+address, shows on the CPU too.
 """
 
 import copy
-from contextlib import nullcontext
+import sys
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import torch
 from cases.peft_models import ids
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
 
 from fused_lora import fuse
 from fused_lora.step.graph import GraphedStep
+from fused_mlp.launching import is_capturing
 
+RUN_KERNEL = InterpretedFunction.run
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -47,10 +57,21 @@ class _Recorder(TorchDispatchMode):
             self.operations.append((func, args, kwargs, None if written else result))
         return result
 
+    def run_kernel(self, kernel, *given, **options):
+        """Run a kernel, which may write anywhere in the memory of the tensors that it is given."""
+        tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+        run = partial(RUN_KERNEL, kernel)
+        with _disable_current_modes():
+            memory = {one.data_ptr(): one for one in (x.untyped_storage() for x in tensors)}
+            self.overwritten += [(one, one.clone()) for one in memory.values()]
+            run(*given, **options)
+        self.operations.append((run, given, options, None))
+
     @torch.no_grad()
     def undo(self):
-        for tensor, value in reversed(self.overwritten):
-            tensor.copy_(value)
+        for written, value in reversed(self.overwritten):
+            # .data: backward, which is captured next, takes no other version of a tensor
+            (written.data if isinstance(written, torch.Tensor) else written).copy_(value)
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)  # it has cast when it was captured
@@ -59,7 +80,25 @@ class _Recorder(TorchDispatchMode):
             again = func(*args, **kwargs)
             if result is not None:
                 for at, value in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                    at.copy_(value)
+                    if isinstance(at, torch.Tensor):
+                        at.copy_(value)
+
+
+@contextmanager
+def _capturing(recorder):
+    """Record what runs, which sees that it is captured."""
+    users = [one for name, one in sys.modules.items() if name.startswith("fused_")]
+    with ExitStack() as stack, recorder:
+        stack.enter_context(patch("torch.cuda.is_current_stream_capturing", return_value=True))
+        for module in users:
+            if getattr(module, "is_capturing", None) is is_capturing:
+                stack.enter_context(patch.object(module, "is_capturing", lambda tensor: True))
+
+        def run(kernel, *given, **options):
+            recorder.run_kernel(kernel, *given, **options)
+
+        stack.enter_context(patch.object(InterpretedFunction, "run", run))
+        yield
 
 
 def _is_index_by_numbers(func, args):
@@ -83,7 +122,7 @@ class Recorded:
     def capture(self, body):
         recorder, random = _Recorder(), torch.get_rng_state()
         try:
-            with recorder, patch("torch.cuda.is_current_stream_capturing", return_value=True):
+            with _capturing(recorder):
                 result = body()
         finally:
             recorder.undo()

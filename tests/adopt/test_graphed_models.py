@@ -1,0 +1,150 @@
+"""The decoders of fused models as graphs, and the new leaves that they are captured with."""
+
+import copy
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from cases import layer_case
+from cases.families_case import FAMILIES
+from cases.four_bit_case import quantised
+from cases.fp8_case import CONFIG, FP8
+from cases.fused_case import ALL
+from cases.graph_case import Recorded, held_nodes
+from cases.peft_models import ids
+from cases.reference import relative_error
+
+from fused_lora import Fusion, fuse
+from fused_lora.adopt.graphed_trainer import (
+    GraphedDecoder,
+    _decoder_in,
+    _forget_memory,
+    _state_of,
+)
+from fused_lora.step.graphed_module import GraphedModule
+from fused_lora.step.leaves import new_leaves
+
+BORDERED, PARTS = Fusion(layer=True, checkpoint="full"), Fusion(**ALL)
+TRAINED = {"bias": "all", "modules_to_save": ["input_layernorm", "q_norm"]}
+
+
+def qwen2(device, **options):
+    return layer_case.peft_model(device, **{"config": {"num_hidden_layers": 1}} | options)
+
+
+def family(name):
+    return lambda device: FAMILIES[name].peft_model(device).train()
+
+
+MODELS = {
+    "whole layers, biases and norms trained": (qwen2, BORDERED, TRAINED),
+    "4 bits": (qwen2, Fusion(layer=True), {"change": quantised}),
+    "4 bits, parts": (qwen2, PARTS, {"change": quantised}),
+    "FP8": (qwen2, FP8, {"config": CONFIG}),
+    "experts": (family("Qwen3-MoE"), Fusion(**ALL, checkpoint="full"), {}),
+    "delta nets": (family("Qwen3.5"), Fusion(**ALL, layer=True), {}),
+    "convolutions": (family("LFM2"), PARTS, {}),
+}
+
+
+def fused(name, device):
+    make, fusion, options = MODELS[name]
+    model = make(device, **options)
+    fuse(model, fusion)
+    return model
+
+
+def trained_in(decoder):
+    return [one for one in decoder.parameters() if one.requires_grad]
+
+
+def hidden_of(decoder, seed=3):
+    tokens = ids(decoder.embed_tokens.weight.device, seed)[:, :5]
+    return decoder(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def gradients_of(decoder):
+    hidden_of(decoder).square().sum().backward()
+
+
+def assert_same(got, want):
+    """Bit by bit on the CPU. A GPU may sum in another order from one run to the next."""
+    assert (got is None) == (want is None)
+    if want is not None:
+        assert got.equal(want) or (got.is_cuda and relative_error(got, want) < 1e-5)
+
+
+def step(model, seed):
+    """Run a forward, a reference pass on the same memory, and backward, as DPO does. Return hidden
+    states and gradients."""
+    decoder = _decoder_in(model)
+    hidden = hidden_of(decoder, seed)
+    with torch.no_grad(), model.disable_adapter():
+        reference = hidden_of(decoder, seed + 9)
+    model.zero_grad()
+    hidden.square().mean().backward()
+    return [hidden.detach(), reference, *[one.grad for one in trained_in(decoder)]]
+
+
+@pytest.mark.slow("4 bits")
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_are_the_eager_steps(name, device, monkeypatch, fp8_in_fp32):
+    if device == "cpu":
+        monkeypatch.setattr(GraphedModule, "_backend", Recorded)
+    model = fused(name, device)
+    twin, decoder = copy.deepcopy(model), _decoder_in(model)
+    forget = partial(_forget_memory, decoder)
+    graphed = GraphedDecoder(decoder, _state_of(model), forget, max_graphs=8)
+    for seed in range(4):
+        with graphed.in_place():
+            got = step(model, seed)
+        for one, wanted in zip(got, step(twin, seed), strict=True):
+            assert_same(one, wanted)
+        with torch.no_grad():
+            for one, other in zip(trained_in(decoder), trained_in(_decoder_in(twin)), strict=True):
+                if one.grad is not None:
+                    other.copy_(one.sub_(2**-4 * one.grad))
+    waits = name == "experts"  # in the reference pass they are transformers' own
+    assert graphed.captured == 2 - waits and len(graphed.told) == waits
+
+
+@pytest.mark.slow("whole layers, biases and norms trained")
+@pytest.mark.parametrize("name", MODELS)
+def test_new_leaves_get_the_gradients_and_leave_nothing_behind(name, device, fp8_in_fp32):
+    """As in a capture, eager steps precede and follow."""
+    model = fused(name, device)
+    decoder = _decoder_in(model)
+    trained = trained_in(decoder)
+    before, nodes = dict(decoder.named_parameters()), held_nodes(decoder)
+    ran = []
+    for node in nodes:
+        node.register_prehook(lambda *_: ran.append(1))
+    gradients_of(decoder)
+    want = [one.grad for one in trained]
+    decoder.zero_grad()
+    ran.clear()
+    with new_leaves(decoder, trained) as leaves:
+        gradients_of(decoder)
+    assert not ran and all(one.grad is None for one in trained)
+    assert all(before[name] is one for name, one in decoder.named_parameters())
+    gradients, left = [one.grad for one in leaves], [*map(weakref.ref, leaves)]
+    del leaves
+    gc.collect()
+    assert all(leaf() is None for leaf in left)
+    gradients_of(decoder)
+    for one, gradient, wanted in zip(trained, gradients, want, strict=True):
+        assert_same(gradient, wanted)
+        assert_same(one.grad, wanted)
+
+
+def test_tied_parameters_stay_tied():
+    first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    second.weight = first.weight
+    own = first.weight
+    model = torch.nn.Sequential(first, second)
+    with new_leaves(model, [own]) as (leaf,):
+        assert first.weight is second.weight is leaf is not own
+        assert leaf.data_ptr() == own.data_ptr() and second.bias.requires_grad
+    assert first.weight is second.weight is own
