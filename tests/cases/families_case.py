@@ -68,8 +68,8 @@ class Family:
     left: the other modules, or parts without any, and what the report says about them.
     functions: how often attention's functions appear in the graph of the loss.
     lora: changes to LoraConfig.
-    not_whole: why its layers do not run whole, if they do not. in_parts: why the first one does
-        not, if the second does.
+    not_whole: why its layers do not run whole, if they do not. in_parts: why one does not, if
+        another does.
     image_token: given if we test the model on an image of four patches.
     """
 
@@ -104,6 +104,8 @@ class Family:
         for module in model.modules():
             if type(module).__name__.startswith(ZERO_CENTERED) and hasattr(module, "_norm"):
                 module.weight.data.sub_(1)  # the norm adds 1 back
+            if hasattr(module, "layer_scalar"):
+                module.layer_scalar.fill_(0.75)
         return model.to(dtype)
 
     def peft_model(self, device, dtype=torch.float32, **lora):
@@ -198,7 +200,6 @@ LFM2_PARTS = {
     "functions": {"LoRA_Attention": 1, "LoRA_W": 2},
     "not_whole": "it has no decoder layer with",
 }  # fmt: skip
-NOT_ONE_LAYER = "Gemma4TextDecoderLayer is not a layer class"
 GEMMA_4 = {
     "final_logit_softcapping": 2.0,
     "num_kv_shared_layers": 0,
@@ -292,12 +293,12 @@ FAMILIES = {
     ),
     "Gemma 4": Family(
         "Gemma4", WINDOW | GEMMA_4, fused={"rms_norm": GEMMA_4_NORMS}, others=PER_LAYER,
-        functions=APART, not_whole=NOT_ONE_LAYER,
     ),
     "Gemma 4, k as v": Family(
         "Gemma4", WINDOW | GEMMA_4 | {"attention_k_eq_v": True, "global_head_dim": 8},
         fused={"rms_norm": GEMMA_4_NORMS}, others=PER_LAYER,
-        functions={"LoRA_QKV": 1, "LoRA_W": 4, "RoPE": 2}, not_whole=NOT_ONE_LAYER,
+        functions={"LoRA_Attention": 1, "LoRA_W": 3, "RoPE": 1},
+        in_parts="self_attn: its k is its v as well",
     ),
     "Gemma 4, k and v shared": Family(
         "Gemma4", GEMMA_4 | {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1},
@@ -305,7 +306,7 @@ FAMILIES = {
             f"0:{name}" if name.endswith(("k_norm", "v_norm")) else name for name in GEMMA_4_NORMS
         )},
         others=PER_LAYER, functions={"LoRA_QKV": 1, "LoRA_W": 3, "RoPE": 2},
-        not_whole=NOT_ONE_LAYER,
+        not_whole="self_attn: later layers take its k and v as well",
     ),
     "Phi-3": Family("Phi3", {"sliding_window": 4}),
     "Phi-4-mini": Family("Phi3", {"rope_parameters": THREE_QUARTERS}),
@@ -337,7 +338,7 @@ FAMILIES = {
                 "self_attn.o_proj": "its base layer is Gemma4ClippableLinear",
             }.items()
         },
-        functions=APART, not_whole="Gemma4VisionEncoderLayer is not a layer class",
+        in_parts="Gemma4VisionEncoderLayer is not a layer class",
     ),
     "Qwen3.5, multimodal": Family(
         "Qwen3_5", QWEN_3_5, VISION, left=slow_parts("model.language_model"),
