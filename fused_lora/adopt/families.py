@@ -139,11 +139,13 @@ class LayerForm(NamedTuple):
 class LossForm(NamedTuple):
     """A causal language model's loss, from lm_head's logits.
 
-    divided_by, capped_by: config attributes that divide or soft-cap the logits.
+    divided_by, multiplied_by, capped_by: attributes of the text's config that scale or soft-cap
+        the logits.
     has_router: its decoder is a mixture of experts, and may add its routers' loss.
     """
 
     divided_by: str = ""
+    multiplied_by: str = ""
     capped_by: str = ""
     has_router: bool = False
 
@@ -258,6 +260,17 @@ FAMILIES = (
     Family("gemma4", "Gemma4Text", NORMED_HEADS._replace(shares_kv=True),
            norm=NormForm(eps="eps"), layer=GEMMA_4_LAYER, loss=GEMMA_LOSS, experts=EXPERTS,
            whole=True, names={"RMSNorm": "Gemma4RMSNorm", "ForCausalLM": "Gemma4ForCausalLM"}),
+    Family("gemma4_unified", "Gemma4UnifiedText", NORMED_HEADS._replace(shares_kv=True),
+           norm=NormForm(eps="eps"), layer=GEMMA_LAYER._replace(scale="layer_scalar"),
+           loss=GEMMA_LOSS, whole=True, names={"RMSNorm": "Gemma4UnifiedRMSNorm",
+                                               "ForCausalLM": "Gemma4UnifiedForCausalLM"}),
+    # its attention has a layer for its gate, and a norm without weight
+    Family("muse_glimmer", "MuseGlimmerText", None, norm=GEMMA_NORM, layer=GEMMA_LAYER,
+           loss=GEMMA_LOSS._replace(multiplied_by="output_multiplier"),
+           mixer=MixerForm(("q_proj", "k_proj", "v_proj", "gate_proj")),
+           names={"RMSNorm": "MuseGlimmerTextCenteredRMSNorm", "Mixer": "MuseGlimmerTextAttention",
+                  "ForCausalLM": "MuseGlimmerForConditionalGeneration"}),
+    Family("muse_glimmer", "MuseGlimmer", None, None, NormForm(eps="eps"), None, None),
     Family("phi3", "Phi3", AttentionForm(("qkv_proj",), passes=CONFIGS_WINDOW),
            GATE_UP,
            layer=LayerForm(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout",
@@ -273,6 +286,10 @@ FAMILIES = (
     # around towers of other families
     Family("gemma4", "Gemma4", None, None, None, None, GEMMA_LOSS,
            names={"ForCausalLM": "Gemma4ForConditionalGeneration"}),
+    Family("gemma4_unified", "Gemma4Unified", None, None, None, None, GEMMA_LOSS,
+           names={"ForCausalLM": "Gemma4UnifiedForConditionalGeneration"}),
+    Family("lfm2_vl", "Lfm2Vl", None, None, None, None,
+           names={"ForCausalLM": "Lfm2VlForConditionalGeneration"}),
     Family("gemma3", "Gemma3", None, None, None, None,
            names={"ForCausalLM": "Gemma3ForConditionalGeneration"}),
     Family("qwen3_5", "Qwen3_5", None, None, None, None,

@@ -51,8 +51,15 @@ SIGLIP = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
           "intermediate_size": 48, "image_size": 28, "patch_size": 14}  # fmt: skip
 
 
-OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")  # have a configuration without vision
-ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R", "Qwen3_5MoeR")
+OF_TEXT = (
+    "Gemma3",
+    "Gemma4",
+    "Gemma4Unified",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+)  # have a configuration without vision
+ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R", "Qwen3_5MoeR",
+                 "MuseGlimmerTextCentered")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,14 +153,13 @@ class Family:
         }
 
 
-def everywhere(*names: str, layers: str = "01") -> list[str]:
-    prefix = "base_model.model.model.layers"
-    return [f"{prefix}.{layer}.{name}" for layer in layers for name in names]
+def everywhere(*names: str, tower: str = "model") -> list[str]:
+    return [f"base_model.model.{tower}.layers.{layer}.{name}" for layer in "01" for name in names]
 
 
-def not_known(attention: str, layers: str = "01") -> dict[str, str]:
+def not_known(attention: str, tower: str = "model") -> dict[str, str]:
     """Return what stays with PEFT in layers with this unknown attention class."""
-    names = everywhere("self_attn", "self_attn as rope", layers=layers)
+    names = everywhere("self_attn", "self_attn as rope", tower=tower)
     return dict.fromkeys(names, f"{attention} is not an attention class")
 
 
@@ -318,6 +324,10 @@ FAMILIES = {
         left=dict.fromkeys(everywhere("experts"), "its activation is GELUTanh, not SiLU"),
         lora=EXPERTS, not_whole="it adds a mixture of experts to its MLP",
     ),
+    "Gemma 4 Unified": Family(
+        "Gemma4Unified", WINDOW | GEMMA_4 | {"global_head_dim": 8},
+        fused={"rms_norm": tuple(one for one in GEMMA_4_NORMS if "per_layer" not in one)},
+    ),
     "Phi-3": Family("Phi3", {"sliding_window": 4}),
     "Phi-4-mini": Family("Phi3", {"rope_parameters": THREE_QUARTERS}),
     "Qwen2-VL": Family("Qwen2VL", {"rope_parameters": SECTIONS}, VISION, not_whole=NOT_READ),
@@ -374,6 +384,22 @@ FAMILIES = {
                 "transformer.layers.0.feed_forward": "MLP is not an MLP",
             }.items()
         },
+    ),
+    "Muse Glimmer": Family(
+        "MuseGlimmer",
+        WINDOW | {"final_logit_softcapping": 2.0, "output_multiplier": 0.5, "qk_scale_factor": 1.5},
+        VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "pos_emb_height": 2,
+                  "pos_emb_width": 2},
+        fused={"attention": tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "gate", "o")),
+               "rms_norm": (*AROUND, "self_attn.qk_norm"), "rope": ()},
+        others={"rms_norm": ("model.language_model.embed_tokens.embed_norm",
+                             "model.perception_emb_norm")},
+        left=not_known("MuseGlimmerTextAttention", tower="model.language_model"),
+        functions={"LoRA_W": 10}, not_whole=NOT_READ,
+    ),
+    "LFM2-VL": Family(
+        "Lfm2Vl", CONV | {"model_type": "lfm2", "block_auto_adjust_ff_dim": False}, SIGLIP,
+        **LFM2_PARTS | {"fused": LFM2_PARTS["fused"] | {"mlp": ("feed_forward",)}},
     ),
     "Llava": Family(
         "Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model", **SIGLIP},
