@@ -58,7 +58,7 @@ FAULTS = (
           "self.scaling", "kernels", "launchers"),
     Fault("fused_lora/kernels/dropped_products.py", "product * scales[i]", "product", "kernels",
           "launchers"),
-    Fault("fused_lora/kernels/qkv_norm_rope.py", "1.0 * HEADS * HEAD_DIM)", "1.0 * HEAD_DIM)",
+    Fault("fused_lora/kernels/head_norms.py", "1.0 * HEADS * HEAD_DIM)", "1.0 * HEAD_DIM)",
           "kernels", "qkv_rope launchers"),
     Fault("fused_lora/kernels/routed_rows.py", "        grad *= weight\n", "", "kernels",
           "launchers"),

@@ -23,8 +23,8 @@ between them: three functions and eight views that autograd follows. With our at
 RoPE's backward needs no extra pass over q and k either.
 
 Saved [T, ...] tensors: x (if an A of q, k or v is trained), z, qkv, a, a Ao' and what attention
-saves. Norms of heads add raw q and k, but not v: 10.2 kB a token in Qwen3-8B. Dropout adds one bit
-for each element of a, and one for each element of x for each of q, k and v.
+saves. Norms of heads add raw q and k, and v where it has one: 10.2 kB a token in Qwen3-8B. Dropout
+adds one bit for each element of a, and one for each element of x for each of q, k and v.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,13 +44,14 @@ from fused_mlp.utils import (
     without_autocast,
 )
 
+from .kernels.head_norms import HeadNorms
 from .kernels.qkv_attention import (
     Attention,
     AttentionSaved,
     attention_backward,
     attention_forward,
 )
-from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
+from .kernels.qkv_norm_rope import head_norms_backward, norm_rope_together
 from .kernels.qkv_rope import rope_together, scale_q
 from .lora_linear import (
     QKV_PREFIXES,
@@ -74,7 +75,7 @@ class FrozenAttention(NamedTuple):
     o: FrozenLinear
     head_dim: int
     scaling: float  # applied to the scores
-    head_norms: HeadNorms | None = None  # for q and k; None: rotate them unnormed
+    head_norms: HeadNorms | None = None  # of q, k and v; None: rotate q and k unnormed
     seed: Tensor | None = None  # [1] int64
     write_again: Callable[[], None] | None = None
     interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
@@ -91,6 +92,7 @@ class LoRA_Attention(torch.autograd.Function):
         q, k, v = LoRA_QKV.apply(x, *adapters[:6], frozen.qkv)
         q, k, v = (t.unflatten(-1, (-1, frozen.head_dim)).transpose(1, 2) for t in (q, k, v))
         q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any
+        v = head_norms.v(v)  # likewise
         q = q * q_scale  # as every token has its own, if there is one
         attended = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=frozen.scaling, enable_gqa=True)
@@ -148,11 +150,12 @@ class LoRA_Attention(torch.autograd.Function):
         qkv = x.new_empty(batch * positions, sum(t.shape[2] for t in projected))
         head_weights = (frozen.head_norms or (None, None))[:2]
         ctx.norm_options = (frozen.head_norms or ())[2:]
-        raw: Sequence[Tensor | None] = (None, None)  # inputs of the head norms
+        raw: Sequence[Tensor | None] = (None, None, None)  # inputs of the head norms
         if frozen.head_norms is None:
             rope_together(q, k, v, cos, sin, qkv, frozen.interleaved)
         else:
-            raw = projected[:2]
+            norms_v = frozen.head_norms.v_eps is not None
+            raw = *projected[:2], projected[2] if norms_v else None
             norm_rope_together(q, k, v, frozen.head_norms, cos, sin, qkv, frozen.interleaved)
         scale_q(qkv, frozen.q_scale, projected[0].shape[2])
         attention = Attention(
@@ -180,7 +183,7 @@ class LoRA_Attention(torch.autograd.Function):
     def backward(ctx, grad_output):
         refuse_second_derivative("LoRA_Attention", "the unfused attention")
         (
-            x, cos, sin, mask, q_scale, z, q, k, q_norm, k_norm, qkv, attended, z_o, A, *others,
+            x, cos, sin, mask, q_scale, z, q, k, v, q_norm, k_norm, qkv, attended, z_o, A, *others,
         ) = ctx.saved_tensors  # fmt: skip
         B, (o_A, o_B), weights, others = others[:3], others[3:5], others[5:9], others[9:]
         if ctx.write_again is not None:
@@ -215,7 +218,10 @@ class LoRA_Attention(torch.autograd.Function):
                     t.unflatten(2, (count, -1)).transpose(1, 2)
                     for t, count in ((q, of.heads), (k, of.kv_heads))
                 )
-                head_norms_backward(q, k, HeadNorms(q_norm, k_norm, *ctx.norm_options), grad_qkv)
+                if v is not None:
+                    v = v.unflatten(2, (of.kv_heads, -1)).transpose(1, 2)
+                norms = HeadNorms(q_norm, k_norm, *ctx.norm_options)
+                head_norms_backward(q, k, v, norms, grad_qkv)
             del grad_attended
             grads = grad_qkv.split_with_sizes([weight.shape[0] for weight in to_qkv.weights], 1)
             grad_x, grad_z = input_gradient(to_qkv, grads, need_x, needs_qkv[::2])

@@ -11,7 +11,7 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels.qkv_norm_rope import HeadNorms
+from ..kernels.head_norms import HeadNorms
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenQKV, LoRA_QKV
 from .aside import say_left, say_once, step_aside
@@ -40,7 +40,7 @@ from .linear import (
     tensors_of,
     traced_if_possible,
 )
-from .projection import Projection, frozen_bias, seed_for, split_projection
+from .projection import Projection, frozen_bias, seed_for, split_projection, why_call
 from .refusal import attempt, refuse
 from .rms_norm import why_not_frozen
 from .sinks import sinks_and_window_of, why_not_eager, why_not_sinks
@@ -92,18 +92,24 @@ def _frozen_qkv(reads: Sequence[Projection]) -> FrozenQKV:
 
 
 def head_norms_of(attention: Any) -> HeadNorms | None:
-    """Return the norms of q and k as they are now, or None if there are none."""
+    """Return the norms of q, k and v as they are now, or None if there are none."""
     if not (norms := _head_norms(attention)):
         return None
     q, k = norms.values()
     form = known_form(q, "RMSNorm")
     q_eps, k_eps = (getattr(norm, form.eps) for norm in (q, k))
-    return HeadNorms(q.weight, k.weight, q_eps, k_eps, form.zero_centered)
+    v_norm = attention._modules.get("v_norm")
+    v_eps = None if v_norm is None else getattr(v_norm, form.eps)
+    return HeadNorms(q.weight, k.weight, q_eps, k_eps, form.zero_centered, v_eps)
 
 
 def why_not_head_norms(attention: Any) -> str | None:
-    """Return the reason if the norms of q and k cannot be part of a function."""
+    """Return the reason if the norms of q, k and v cannot be part of a function."""
     norms = _head_norms(attention)
+    if (v_norm := attention._modules.get("v_norm")) is not None:  # it has no weight
+        reason = why_not_class(v_norm, "RMSNorm") or why_call(v_norm, own_forward=False)
+        if reason is not None:
+            return f"v_norm: {reason}"
     for name, norm in norms.items():
         if (reason := why_not_frozen(norm)) is not None:
             return f"{name}: {reason}"
@@ -293,8 +299,8 @@ def why_not_sdpa(attention: Any) -> str | None:
         return why_not_eager(attention)
     implementation = attention.config._attn_implementation
     form = known_form(attention, "Attention")
-    if form.shares_kv:
-        return "its v is normed, and its k and v may be another layer's"
+    if form.shares_kv and (reason := _why_not_own_kv(attention)) is not None:
+        return reason
     if implementation != "sdpa" and "softcap" in dict(form.passes):
         return f"its attention is {implementation}, which soft-caps its scores, unlike sdpa"
     if implementation != "sdpa":
@@ -312,6 +318,15 @@ def why_not_sdpa(attention: Any) -> str | None:
     return None
 
 
+def _why_not_own_kv(attention: Any) -> str | None:
+    """Return the reason if an attention has no k and v that are its own alone."""
+    if attention.is_kv_shared_layer:
+        return "its k and v are an earlier layer's"
+    if attention.store_full_length_kv and attention.config.num_kv_shared_layers:
+        return "later layers take its k and v as well"
+    return "its k is its v as well" if attention.v_proj is None else None
+
+
 def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
     """Return the reason if these arguments keep an attention, or its layer, from running fused."""
     if past_key_values is not None:
@@ -320,7 +335,7 @@ def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
         return "its attention_mask is not a tensor, or requires a gradient"
     if options.get("is_causal") is False:
         return "it was given is_causal=False"
-    for name in ("position_bias", "output_attentions"):
+    for name in ("position_bias", "output_attentions", "return_shared_kv_states"):
         if options.get(name) not in (None, False):
             return f"it was given {name}: leave that out"
     return None

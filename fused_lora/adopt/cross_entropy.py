@@ -200,8 +200,11 @@ def causal_lm_forward(
         note(labels, len(head.weight))
     states = run_decoder(model, head, inputs, shifted, options, max_labelled_tokens)
     hidden, form = states.hidden, known_form(model, "ForCausalLM")
+    text = model.config.get_text_config()
     if form.divided_by:  # dividing this divides the logits
-        hidden = hidden / getattr(model.config, form.divided_by)
+        hidden = hidden / getattr(text, form.divided_by)
+    if form.multiplied_by:
+        hidden = hidden * getattr(text, form.multiplied_by)
 
     def loss_of(hidden: Tensor) -> Tensor:
         return linear_cross_entropy(

@@ -121,6 +121,13 @@ class LayerForm(NamedTuple):
 
     The names are modules, "" for none. m is the attribute `multiplier`; "" means 1. All modules are
     norms, except that with has_dropout those after attention and the MLP are nn.Dropout.
+
+    In Gemma 4, each of these is an attribute of a layer, "" for none:
+    own_input: the width of per_layer_input, 0 for none. After the MLP the layer adds
+        post_per_layer_input_norm(per_layer_projection(act_fn(per_layer_input_gate(total)) *
+        per_layer_input)).
+    scale: multiplies its output.
+    mixture: true if it adds a mixture of experts to its MLP.
     """
 
     before_attention: str = "input_layernorm"
@@ -129,16 +136,21 @@ class LayerForm(NamedTuple):
     after_mlp: str = ""
     multiplier: str = ""
     has_dropout: bool = False
+    own_input: str = ""
+    scale: str = ""
+    mixture: str = ""
 
 
 class LossForm(NamedTuple):
     """A causal language model's loss, from lm_head's logits.
 
-    divided_by, capped_by: config attributes that divide or soft-cap the logits.
+    divided_by, multiplied_by, capped_by: attributes of the text's config that scale or soft-cap
+        the logits.
     has_router: its decoder is a mixture of experts, and may add its routers' loss.
     """
 
     divided_by: str = ""
+    multiplied_by: str = ""
     capped_by: str = ""
     has_router: bool = False
 
@@ -190,6 +202,9 @@ GEMMA_LAYER = LayerForm(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )  # fmt: skip
+GEMMA_4_LAYER = GEMMA_LAYER._replace(
+    own_input="hidden_size_per_layer_input", scale="layer_scalar", mixture="enable_moe_block"
+)
 GLM_LAYER = LayerForm(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 OUTPUT_NORMS = LayerForm("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 GEMMA_LOSS = LossForm(capped_by="final_logit_softcapping")
@@ -248,10 +263,20 @@ FAMILIES = (
            layer=GEMMA_LAYER, loss=GEMMA_LOSS, whole=True),
     Family("gemma3", "Gemma3", NORMED_HEADS, norm=GEMMA_NORM, layer=GEMMA_LAYER, loss=GEMMA_LOSS,
            whole=True),
-    # its layers are scaled, and take an input each
     Family("gemma4", "Gemma4Text", NORMED_HEADS._replace(shares_kv=True),
-           norm=NormForm(eps="eps"), layer=None, loss=GEMMA_LOSS,
-           names={"RMSNorm": "Gemma4RMSNorm", "ForCausalLM": "Gemma4ForCausalLM"}),
+           norm=NormForm(eps="eps"), layer=GEMMA_4_LAYER, loss=GEMMA_LOSS, experts=EXPERTS,
+           whole=True, names={"RMSNorm": "Gemma4RMSNorm", "ForCausalLM": "Gemma4ForCausalLM"}),
+    Family("gemma4_unified", "Gemma4UnifiedText", NORMED_HEADS._replace(shares_kv=True),
+           norm=NormForm(eps="eps"), layer=GEMMA_LAYER._replace(scale="layer_scalar"),
+           loss=GEMMA_LOSS, whole=True, names={"RMSNorm": "Gemma4UnifiedRMSNorm",
+                                               "ForCausalLM": "Gemma4UnifiedForCausalLM"}),
+    # its attention has a layer for its gate, and a norm without weight
+    Family("muse_glimmer", "MuseGlimmerText", None, norm=GEMMA_NORM, layer=GEMMA_LAYER,
+           loss=GEMMA_LOSS._replace(multiplied_by="output_multiplier"),
+           mixer=MixerForm(("q_proj", "k_proj", "v_proj", "gate_proj")),
+           names={"RMSNorm": "MuseGlimmerTextCenteredRMSNorm", "Mixer": "MuseGlimmerTextAttention",
+                  "ForCausalLM": "MuseGlimmerForConditionalGeneration"}),
+    Family("muse_glimmer", "MuseGlimmer", None, None, NormForm(eps="eps"), None, None),
     Family("phi3", "Phi3", AttentionForm(("qkv_proj",), passes=CONFIGS_WINDOW),
            GATE_UP,
            layer=LayerForm(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout",
@@ -267,6 +292,10 @@ FAMILIES = (
     # around towers of other families
     Family("gemma4", "Gemma4", None, None, None, None, GEMMA_LOSS,
            names={"ForCausalLM": "Gemma4ForConditionalGeneration"}),
+    Family("gemma4_unified", "Gemma4Unified", None, None, None, None, GEMMA_LOSS,
+           names={"ForCausalLM": "Gemma4UnifiedForConditionalGeneration"}),
+    Family("lfm2_vl", "Lfm2Vl", None, None, None, None,
+           names={"ForCausalLM": "Lfm2VlForConditionalGeneration"}),
     Family("gemma3", "Gemma3", None, None, None, None,
            names={"ForCausalLM": "Gemma3ForConditionalGeneration"}),
     Family("qwen3_5", "Qwen3_5", None, None, None, None,

@@ -4,7 +4,9 @@
 layer that cannot run as one runs its other fused parts one by one, and warns once.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -28,13 +30,13 @@ from .attention import head_norms_of, why_not_inputs
 from .borders import Border, LayerBorders
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp, is_sharded, may_shard_later
-from .foreign.versions import class_forward
+from .foreign.versions import as_ours, class_forward
 from .known import known_form
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias
 from .refusal import Refusal, attempt, refuse
-from .rms_norm import normed_layer_forward
+from .rms_norm import finished, normed_layer_forward
 from .scratch_border import ScratchBorder
 from .site import FusedForward
 
@@ -212,7 +214,19 @@ def _why_not_dtypes(layer: Any, hidden: Tensor, stored: torch.dtype) -> str | No
 # --- the forward ----------------------------------------------------------------------------------
 
 
-def layer_forward(
+def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inputs, **options):
+    """Run a layer as one, or else in parts, which compute all tokens."""
+    named = as_ours(dict(zip(_input_names(type(layer).forward), inputs, strict=False)))
+    return _forward(layer, parts, hidden_states, **named, **options)
+
+
+@cache
+def _input_names(forward: Callable) -> list[str]:
+    """Return the names of a class's inputs after hidden_states."""
+    return list(inspect.signature(forward).parameters)[2:]
+
+
+def _forward(
     layer: Any,
     parts: frozenset[str],
     hidden_states: Tensor,
@@ -221,10 +235,11 @@ def layer_forward(
     past_key_values=None,
     use_cache: bool | None = False,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
+    per_layer_input: Tensor | None = None,
     labelled: tuple[nn.Module, Tensor] | None = None,
     **options,
 ):
-    """Run a layer as one, or else in parts, which compute all tokens.
+    """Run `layer_forward` on its inputs by name.
 
     labelled: a layer whose output matters for some tokens only, and their rows: `cross_entropy.py`.
     """
@@ -244,6 +259,8 @@ def layer_forward(
                 layer.self_attn, attention_mask, hidden_states.dtype
             )
         own = normed_layer_forward if "rms_norm" in parts else _class_forward
+        if per_layer_input is not None:
+            options["per_layer_input"] = per_layer_input
         return own(
             layer, parts, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, use_cache=use_cache,
@@ -252,7 +269,8 @@ def layer_forward(
     assert position_embeddings is not None
     rows = labelled[1] if labelled is not None and labelled[0] is layer else None
     scale = q_scale_of(layer.self_attn, {"position_ids": position_ids})
-    return _run(layer, reads, hidden_states, position_embeddings, attention_mask, rows, scale)
+    total = _run(layer, reads, hidden_states, position_embeddings, attention_mask, rows, scale)
+    return finished(layer, total, per_layer_input)
 
 
 # It looks at addresses, which torch.compile does not know. It is all kernels and matmuls anyway.

@@ -19,7 +19,7 @@ from .known import known_form, why_not_class
 from .mlp import split_gate_up, why_not_activation
 from .projection import Projection, read_projection, why_call
 from .refusal import Refusal, attempt, refuse
-from .rms_norm import active_norm, why_not_within
+from .rms_norm import active_norm, why_mixed, why_not_within
 
 
 def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
@@ -147,6 +147,8 @@ def _why_not_parts(layer: Any) -> str | None:
         return reason
     if "self_attn" not in layer._modules:
         return "it has a gated delta net, no attention: it runs in parts"
+    if (reason := why_mixed(layer)) is not None:
+        return reason
     attention, mlp = layer.self_attn, layer.mlp
     for name, kind in (("self_attn", "Attention"), ("mlp", "MLP")):
         part = layer._modules[name]

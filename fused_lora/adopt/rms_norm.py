@@ -123,7 +123,7 @@ def normed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def read_normed_layer(layer: Any, dtype: torch.dtype | None = None) -> Any:
     """Return the second norm of a layer, which can add the residual itself. dtype: the input's, if
     there is a call."""
-    refuse(why_not_class(layer, "NormedLayer"))
+    refuse(why_not_class(layer, "NormedLayer") or why_mixed(layer))
     norm = active_norm(getattr(layer, known_form(layer, "NormedLayer").before_mlp))
     refuse(why_not_within(norm))
     if dtype not in (None, norm.weight.dtype):
@@ -131,10 +131,24 @@ def read_normed_layer(layer: Any, dtype: torch.dtype | None = None) -> Any:
     return norm
 
 
-def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
+def why_mixed(layer: Any) -> str | None:
+    """Return the reason if a layer whose class we know adds a mixture of experts to its MLP."""
+    name = known_form(layer, "Layer").mixture
+    return "it adds a mixture of experts to its MLP" if name and getattr(layer, name) else None
+
+
+def normed_layer_forward(
+    layer: Any,
+    parts: frozenset[str],
+    hidden_states: Tensor,
+    per_layer_input: Tensor | None = None,
+    **options,
+):
     """Run the class's forward, with the residual addition fused into the norm after it."""
     norm, reason = attempt(read_normed_layer, layer, hidden_states.dtype)
     if reason:
+        if per_layer_input is not None:
+            options["per_layer_input"] = per_layer_input
         return step_aside(layer, reason, hidden_states, **options)
     form = known_form(layer, "NormedLayer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else None
@@ -147,13 +161,25 @@ def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tenso
     attended = added(attended, form.after_attention)
     if attended.dtype != hidden_states.dtype:  # fp32 weights under autocast: the sum is fp32
         residual = hidden_states + attended
-        return residual + added(_mlp_of(layer, norm(residual)), form.after_mlp)
+        total = residual + added(_mlp_of(layer, norm(residual)), form.after_mlp)
+        return finished(layer, total, per_layer_input)
     form_of_norm = known_form(norm, "RMSNorm")
     normalised, residual = add_rms_norm(
         hidden_states, attended, norm.weight, getattr(norm, form_of_norm.eps),
         form_of_norm.zero_centered,
     )  # fmt: skip
-    return residual + added(_mlp_of(layer, normalised), form.after_mlp)
+    total = residual + added(_mlp_of(layer, normalised), form.after_mlp)
+    return finished(layer, total, per_layer_input)
+
+
+def finished(layer: Any, total: Tensor, per_layer_input: Tensor | None) -> Tensor:
+    """Return a layer's output from the total after its MLP, which it is but in Gemma 4."""
+    form = known_form(layer, "Layer")
+    if form.own_input and getattr(layer, form.own_input):
+        gate = layer.act_fn(layer.per_layer_input_gate(total))
+        addend = layer.per_layer_projection(gate * per_layer_input)
+        total = total + layer.post_per_layer_input_norm(addend)
+    return total * getattr(layer, form.scale) if form.scale else total
 
 
 def _mlp_of(layer: Any, x: Tensor) -> Tensor:

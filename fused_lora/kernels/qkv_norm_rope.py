@@ -3,6 +3,8 @@
     norm_rope_together    [RoPE(norm(q)) | RoPE(norm(k)) | v], from raw q, k and v
     head_norms_backward   the gradient of raw q and k, written over that of the normed ones
 
+Where v has a norm too, it is normed without a weight (Gemma 4).
+
 x is one head's raw elements, N of them, and all heads of q (or of k) share the weight w. OLMo 2
 instead norms all heads of a token together, with a weight for every feature. w is the weight, or
 1 + weight (Gemma 3):
@@ -13,19 +15,18 @@ instead norms all heads of a token together, with a weight for every feature. w 
 as in `rms_norm.py`, and y turns as in `rope.py`. Attention's backward turns its gradient back as it
 writes it, which gives g. `head_norms_backward` recomputes r from raw x, so nothing else is saved.
 
-Traffic: forward reads q, k and v and writes them once. Backward reads g and x of q and k and writes
-grad_x over g, which must be the caller's own memory. Arithmetic is fp32 and rounds once, at the
-store. The eager version rounds n, y, both of RoPE's terms and their sum. Deterministic.
+Traffic: forward reads q, k and v and writes them once. Backward reads g and x of what is normed and
+writes grad_x over g, which must be the caller's own memory. Arithmetic is fp32 and rounds once, at
+the store. The eager version rounds n, y, both of RoPE's terms and their sum. Deterministic.
 """
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import DTYPES, launch, next_power_of_2, previous_power_of_2
+from fused_mlp.launching import launch, next_power_of_2, previous_power_of_2
 
+from .head_norms import HeadNorms, load_weights, mean_of_heads, weights_of
 from .qkv_rope import (
     _features_together,
     angles_of,
@@ -37,42 +38,6 @@ from .qkv_rope import (
 from .rotation import load_angles, pair_of
 from .row_norm import rstd_of_mean
 from .rows import check_rows
-
-
-class HeadNorms(NamedTuple):
-    """The norms of q and k: of every head, or of all heads together."""
-
-    q_weight: Tensor  # [head_dim], or [heads head_dim]
-    k_weight: Tensor  # [head_dim], or [kv_heads head_dim]
-    q_eps: float
-    k_eps: float
-    zero_centered: bool = False  # they multiply by one more than their weight
-
-
-@triton.jit
-def _mean_of_heads(sums, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr):
-    """The mean of each head by its sum [heads, 1], 0 behind the end, or of all heads: [.., 1]."""
-    if TOGETHER:
-        mean = tl.div_rn(tl.sum(sums, axis=0)[:, None], 1.0 * HEADS * HEAD_DIM)
-    else:
-        mean = tl.div_rn(sums, 1.0 * HEAD_DIM)
-    return mean
-
-
-@triton.jit
-def _load_weights(
-    weight_ptr, heads, features, mask, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-):  # fmt: skip
-    """The weights [heads or 1, features] of heads of HEAD_DIM."""
-    if TOGETHER:
-        weight = tl.load(weight_ptr + heads * HEAD_DIM + features, mask=mask, other=0.0)
-    else:
-        weight = tl.load(weight_ptr + features, mask=features < HEAD_DIM, other=0.0)
-    weight = weight.to(tl.float32)
-    if ZERO_CENTERED:
-        weight += 1.0
-    return weight
 
 
 @triton.jit
@@ -95,15 +60,15 @@ def _norm_rotate_heads(
     # 0.0 behind the end, which adds nothing to the sum of squares
     x_1 = tl.load(x_ptr + first, mask=mask, other=0.0).to(tl.float32)
     x_2 = tl.load(x_ptr + second, mask=mask, other=0.0).to(tl.float32)
-    weight_1 = _load_weights(weight_ptr, heads, first, mask, HEAD_DIM, TOGETHER, ZERO_CENTERED)
-    weight_2 = _load_weights(weight_ptr, heads, second, mask, HEAD_DIM, TOGETHER, ZERO_CENTERED)
+    weight_1 = load_weights(weight_ptr, heads, first, mask, HEAD_DIM, TOGETHER, ZERO_CENTERED)
+    weight_2 = load_weights(weight_ptr, heads, second, mask, HEAD_DIM, TOGETHER, ZERO_CENTERED)
     squares = tl.sum(x_1 * x_1 + x_2 * x_2, axis=1)[:, None]
     if BLOCK_REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         is_rest = (heads < HEADS) & (rest < HEAD_DIM)
         x_rest = tl.load(x_ptr + rest, mask=is_rest, other=0.0).to(tl.float32)
         squares += tl.sum(x_rest * x_rest, axis=1)[:, None]
-    rstd = rstd_of_mean(_mean_of_heads(squares, HEADS, HEAD_DIM, TOGETHER), eps)
+    rstd = rstd_of_mean(mean_of_heads(squares, HEADS, HEAD_DIM, TOGETHER), eps)
     x_1 = x_1 * rstd * weight_1
     x_2 = x_2 * rstd * weight_2
     turned_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
@@ -113,7 +78,7 @@ def _norm_rotate_heads(
     tl.store(turned_ptr + first, turned_1.to(dtype), mask=mask)
     tl.store(turned_ptr + second, turned_2.to(dtype), mask=mask)
     if BLOCK_REST > 0:
-        weight = _load_weights(weight_ptr, heads, rest, is_rest, HEAD_DIM, TOGETHER, ZERO_CENTERED)
+        weight = load_weights(weight_ptr, heads, rest, is_rest, HEAD_DIM, TOGETHER, ZERO_CENTERED)
         tl.store(turned_ptr + rest, (x_rest * rstd * weight).to(dtype), mask=is_rest)
 
 
@@ -130,6 +95,7 @@ def _qkv_norm_rope_kernel(
     positions,
     q_eps,
     k_eps,
+    v_eps,  # None: v is not normed
     q_batch_stride,
     q_head_stride,
     q_position_stride,
@@ -173,7 +139,11 @@ def _qkv_norm_rope_kernel(
     mask = (head < KV_HEADS) & (feature < HEAD_DIM)
     v = v_ptr + batch * v_batch_stride + position * v_position_stride
     v_row = row + (HEADS + KV_HEADS) * HEAD_DIM
-    value = tl.load(v + head * v_head_stride + feature, mask=mask)
+    value = tl.load(v + head * v_head_stride + feature, mask=mask, other=0.0)
+    if v_eps is not None:
+        value = value.to(tl.float32)
+        mean = tl.div_rn(tl.sum(value * value, axis=1)[:, None], 1.0 * HEAD_DIM)
+        value = (value * rstd_of_mean(mean, v_eps)).to(qkv_ptr.dtype.element_ty)
     tl.store(v_row + head * HEAD_DIM + feature, value, mask=mask)
 
 
@@ -181,7 +151,7 @@ def _qkv_norm_rope_kernel(
 def _norm_heads_backward(
     grad_ptr,  # the first head of one token, contiguous, read and written
     x_ptr,  # likewise, of any stride
-    weight_ptr,  # [HEAD_DIM] or [HEADS HEAD_DIM], contiguous
+    weight_ptr,  # [HEAD_DIM] or [HEADS HEAD_DIM], contiguous; None: all are 1
     head_stride,
     eps,
     TOGETHER: tl.constexpr, ZERO_CENTERED: tl.constexpr, HEADS: tl.constexpr,
@@ -193,12 +163,13 @@ def _norm_heads_backward(
     x = tl.load(x_ptr + heads * head_stride + features, mask=mask, other=0.0).to(tl.float32)
     grad_ptr += heads * HEAD_DIM + features
     grad = tl.load(grad_ptr, mask=mask, other=0.0).to(tl.float32)
-    grad *= _load_weights(weight_ptr, heads, features, mask, HEAD_DIM, TOGETHER, ZERO_CENTERED)
+    if weight_ptr is not None:
+        grad *= load_weights(weight_ptr, heads, features, mask, HEAD_DIM, TOGETHER, ZERO_CENTERED)
     squares = tl.sum(x * x, axis=1)[:, None]
-    rstd = rstd_of_mean(_mean_of_heads(squares, HEADS, HEAD_DIM, TOGETHER), eps)
+    rstd = rstd_of_mean(mean_of_heads(squares, HEADS, HEAD_DIM, TOGETHER), eps)
     normed = x * rstd
     products = tl.sum(grad * normed, axis=1)[:, None]
-    grad = rstd * (grad - normed * _mean_of_heads(products, HEADS, HEAD_DIM, TOGETHER))
+    grad = rstd * (grad - normed * mean_of_heads(products, HEADS, HEAD_DIM, TOGETHER))
     tl.store(grad_ptr, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
@@ -207,11 +178,13 @@ def _qkv_norm_backward_kernel(
     grad_qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM], q's and k's written
     q_ptr,  # [batch, HEADS, positions, HEAD_DIM]
     k_ptr,  # [batch, KV_HEADS, positions, HEAD_DIM]
+    v_ptr,  # as k; None: v is not normed
     q_weight_ptr,  # [HEAD_DIM], contiguous; [HEADS HEAD_DIM] where Q_TOGETHER
     k_weight_ptr,  # likewise
     positions,
     q_eps,
     k_eps,
+    v_eps,
     grad_row_stride,
     q_batch_stride,
     q_head_stride,
@@ -219,6 +192,9 @@ def _qkv_norm_backward_kernel(
     k_batch_stride,
     k_head_stride,
     k_position_stride,
+    v_batch_stride,
+    v_head_stride,
+    v_position_stride,
     Q_TOGETHER: tl.constexpr,
     K_TOGETHER: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -242,18 +218,26 @@ def _qkv_norm_backward_kernel(
         k_weight_ptr, k_head_stride, k_eps,
         K_TOGETHER, ZERO_CENTERED, KV_HEADS, HEAD_DIM, BLOCK_KV_HEADS, BLOCK_DIM,
     )  # fmt: skip
+    if v_ptr is not None:
+        _norm_heads_backward(
+            row + (HEADS + KV_HEADS) * HEAD_DIM,
+            v_ptr + batch * v_batch_stride + position * v_position_stride, None, v_head_stride,
+            v_eps, False, False, KV_HEADS, HEAD_DIM, BLOCK_KV_HEADS, BLOCK_DIM,
+        )  # fmt: skip
 
 
 def norm_rope_together(
     q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, cos: Tensor | None, sin: Tensor | None,
     qkv: Tensor, interleaved: bool = False,
 ) -> None:  # fmt: skip
-    """Write q and k, normed and turned by their positions' angles, and v side by side into qkv.
+    """Write q and k, normed and turned by their positions' angles, and v, as it is or normed, side
+    by side into qkv.
 
     Equivalent PyTorch, for `rope_together` of qkv_rope.py and `rms_norm` of rms_norm.py::
 
         q = rms_norm(q, norms.q_weight, norms.q_eps, norms.zero_centered)
         k = rms_norm(k, norms.k_weight, norms.k_eps, norms.zero_centered)
+        v = v if norms.v_eps is None else F.rms_norm(v, (head_dim,), eps=norms.v_eps)
         rope_together(q, k, v, cos, sin, qkv, interleaved)
 
     q is normed over its last dimension, as here, where q_weight is [head_dim], and over all heads
@@ -268,7 +252,7 @@ def norm_rope_together(
     (_, heads, positions, head_dim), kv_heads = q.shape, k.shape[1]
     batch = batch_of(name, qkv, cos, sin, heads, kv_heads, positions)
     check_heads(name, {"q": q, "k": k, "v": v}, (batch, heads, positions, head_dim), qkv)
-    q_weight, k_weight = _weights_of(name, norms, heads, kv_heads, head_dim, qkv)
+    q_weight, k_weight = weights_of(name, norms, heads, kv_heads, head_dim, qkv)
     if batch * positions == 0:
         return  # an empty grid cannot be launched
     q, k, v = (_features_together(t) for t in (q, k, v))
@@ -277,7 +261,7 @@ def norm_rope_together(
     launch(
         kernel, (batch * positions,),
         q, k, v, q_weight, k_weight, cos, sin, qkv,
-        positions, norms.q_eps, norms.k_eps,
+        positions, norms.q_eps, norms.k_eps, norms.v_eps,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         cos_batch_stride, qkv.stride(0),
         q_weight.numel() > head_dim, k_weight.numel() > head_dim, norms.zero_centered,
@@ -287,8 +271,10 @@ def norm_rope_together(
     )  # fmt: skip
 
 
-def head_norms_backward(q: Tensor, k: Tensor, norms: HeadNorms, grad_qkv: Tensor) -> None:
-    """Overwrite the gradient of normed q and k in grad_qkv with the gradient of raw q and k.
+def head_norms_backward(
+    q: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, grad_qkv: Tensor
+) -> None:
+    """Overwrite the gradient of normed q, k and v in grad_qkv with the gradient of raw ones.
 
     Equivalent PyTorch, for the gradients that `split_heads` of qkv_rope.py finds in grad_qkv::
 
@@ -296,8 +282,9 @@ def head_norms_backward(q: Tensor, k: Tensor, norms: HeadNorms, grad_qkv: Tensor
             normed = rms_norm(x, weight, eps, norms.zero_centered)
             grad.copy_(torch.autograd.grad(normed, x, grad)[0])
 
-    q, k and norms are those that `norm_rope_together` was given. grad_qkv is [batch * positions,
-    (heads + 2 kv_heads) head_dim] and the caller's own memory. v's gradient in it is left alone.
+    q, k, v and norms are those that `norm_rope_together` was given. grad_qkv is [batch * positions,
+    (heads + 2 kv_heads) head_dim] and the caller's own memory. Where v has no norm, it may be None,
+    and its gradient is left alone.
 
     Raises ValueError as `norm_rope_together`.
     """
@@ -310,16 +297,25 @@ def head_norms_backward(q: Tensor, k: Tensor, norms: HeadNorms, grad_qkv: Tensor
             f"{name}: grad_qkv is {list(grad_qkv.shape)}, should be {list(wanted)} as q is "
             f"{list(q.shape)} and k {list(k.shape)}"
         )
-    check_heads(name, {"q": q, "k": k}, (batch, heads, positions, head_dim), grad_qkv)
-    q_weight, k_weight = _weights_of(name, norms, heads, kv_heads, head_dim, grad_qkv)
+    parts = {"q": q, "k": k}
+    if norms.v_eps is None:
+        v = None
+    elif v is None:
+        raise ValueError(f"{name}: v is None, should be {list(k.shape)}, as it has a norm")
+    else:
+        parts["v"] = v
+    check_heads(name, parts, (batch, heads, positions, head_dim), grad_qkv)
+    q_weight, k_weight = weights_of(name, norms, heads, kv_heads, head_dim, grad_qkv)
     if batch * positions == 0:
         return
     q, k = _features_together(q), _features_together(k)
+    v = None if v is None else _features_together(v)
+    v_strides = (0, 0, 0) if v is None else v.stride()[:3]
     block_dim = next_power_of_2(head_dim)
     launch(
         kernel, (batch * positions,),
-        grad_qkv, q, k, q_weight, k_weight, positions, norms.q_eps, norms.k_eps,
-        grad_qkv.stride(0), *q.stride()[:3], *k.stride()[:3],
+        grad_qkv, q, k, v, q_weight, k_weight, positions, norms.q_eps, norms.k_eps, norms.v_eps,
+        grad_qkv.stride(0), *q.stride()[:3], *k.stride()[:3], *v_strides,
         q_weight.numel() > head_dim, k_weight.numel() > head_dim, norms.zero_centered,
         heads, kv_heads, head_dim, next_power_of_2(heads), next_power_of_2(kv_heads), block_dim,
         num_warps=_warps_of(heads, block_dim // 2),
@@ -328,23 +324,3 @@ def head_norms_backward(q: Tensor, k: Tensor, norms: HeadNorms, grad_qkv: Tensor
 
 def _warps_of(heads: int, block_half: int) -> int:
     return min(previous_power_of_2(max(heads * block_half // 256, 1)), 16)  # as `rope_forward` has
-
-
-def _weights_of(
-    name: str, norms: HeadNorms, heads: int, kv_heads: int, head_dim: int, like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the norms' weights, contiguous. Raise ValueError where one does not fit."""
-    for key, weight, count in (
-        ("q_weight", norms.q_weight, heads), ("k_weight", norms.k_weight, kv_heads)
-    ):  # fmt: skip
-        if weight.shape not in ((head_dim,), (count * head_dim,)):
-            raise ValueError(
-                f"{name}: {key} is {list(weight.shape)}, should be [{head_dim}], or of all heads "
-                f"[{count * head_dim}]"
-            )
-        if weight.dtype not in DTYPES or weight.device != like.device:
-            raise ValueError(
-                f"{name}: {key} is {weight.dtype} on {weight.device}, should be bfloat16, float16 "
-                f"or float32 on {like.device}"
-            )
-    return norms.q_weight.contiguous(), norms.k_weight.contiguous()

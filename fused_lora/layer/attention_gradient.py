@@ -31,8 +31,8 @@ def attention_gradient(grad: Tensor, saved: Saved, grad_qkv: Tensor) -> None:
     if saved.raw is not None:
         assert frozen.head_norms is not None
         split = split_gated_heads if frozen.has_gate else split_heads
-        q, k, _ = split(saved.raw, positions, heads, kv_heads)
-        head_norms_backward(q, k, frozen.head_norms, target)
+        q, k, v = split(saved.raw, positions, heads, kv_heads)
+        head_norms_backward(q, k, v, frozen.head_norms, target)
     if frozen.has_gate:
         parts = split_gated_heads(grad_qkv, positions, heads, kv_heads)
         for part, one in zip(parts, split_heads(target, positions, heads, kv_heads), strict=True):

@@ -107,6 +107,7 @@ class DecoderLayer(torch.autograd.Function):
         n = input_norm(hidden)
         q, k, v = (split_into_heads(proj(n)) for proj in (q_proj, k_proj, v_proj))
         q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any
+        v = head_norms.v(v)  # likewise
         q = q * q_scale  # as every token has its own, if there is one
         # with has_gate each head of q_proj(n) is followed by its gate
         attended = F.scaled_dot_product_attention(

@@ -19,13 +19,13 @@ from .saved import Attended
 def turn(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, positions: int, frozen: FrozenLayer
 ) -> tuple[Tensor | None, Tensor]:
-    """Norm the heads of q and k, if they have norms, and turn them. Return (raw, qkv). With norms
-    qkv is new and raw is the given one. Without, qkv is turned in place."""
+    """Norm the heads of q, k and v, if they have norms, and turn q and k. Return (raw, qkv). With
+    norms qkv is new and raw is the given one. Without, qkv is turned in place."""
     if frozen.head_norms is None:
         if cos is not None:
             assert sin is not None
             rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads, frozen.interleaved)
-        scale_q(qkv, frozen.q_scale, frozen.qkv.out_features[0])
+        scale_q(qkv, frozen.q_scale, frozen.o.in_features)
         return None, qkv
     heads, kv_heads = frozen.heads, frozen.kv_heads
     if frozen.has_gate:
@@ -35,7 +35,7 @@ def turn(
         q, k, v = split_heads(qkv, positions, heads, kv_heads)
         turned = torch.empty_like(qkv)
     norm_rope_together(q, k, v, frozen.head_norms, cos, sin, turned, frozen.interleaved)
-    scale_q(turned, frozen.q_scale, frozen.qkv.out_features[0])
+    scale_q(turned, frozen.q_scale, frozen.o.in_features)  # q_proj may give gates as well
     return qkv, turned
 
 

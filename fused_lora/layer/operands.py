@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_mlp.dropout import Masks, draw_masks
 from fused_mlp.utils import compute_dtype
 
-from ..kernels.qkv_norm_rope import HeadNorms
+from ..kernels.head_norms import HeadNorms
 from .buffer import Bordered, Dropout
 from .filling import Adapter, Filling
 from .residual import Norm
@@ -109,7 +109,7 @@ class FrozenLayer(NamedTuple):
     kv_heads: int
     attention_scaling: float
     borders: Filling
-    head_norms: HeadNorms | None = None  # of q and k; None: they turn as they are
+    head_norms: HeadNorms | None = None  # of q, k and v; None: q and k turn as they are
     has_gate: bool = False  # q's projection gives a gate beside each head (`output_gate.py`)
     interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
     # [batch or 1, positions] in fp32, multiplies q after RoPE; None: 1

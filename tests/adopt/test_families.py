@@ -94,17 +94,17 @@ def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
             fuse(fused, LAYER)
         return
     done, reason = fuse(fused, LAYER), FAMILIES[name].in_parts
-    whole = 1 if reason else 2
-    assert len(done.fused["layer"]) == whole and len(done.left) == 2 - whole
+    whole = 1 if reason and "Vision" not in reason else 2
+    assert len(done.fused["layer"]) == whole and len(done.left) == (reason != "")
     assert all(reason in why for why in done.left.values())
     assert assert_same(fused, plain, 6, 2e-4) == {"DecoderLayer": whole}
 
 
 # Families that need more than a row of the table. Some leave q and k unrotated, scale or normalise
-# what is added, or join q, k and v. Gemma 3 has GELU, and norms on both sides with weights about 1.
+# what is added, or join q, k and v. Gemma 4 has GELU, norms on both sides, and more after the MLP.
 @pytest.mark.slow("offload-SmolLM3")
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", ["SmolLM3", "Granite", "OLMo 2", "Gemma 3", "Phi-3"])
+@pytest.mark.parametrize("name", ["SmolLM3", "Granite", "OLMo 2", "Gemma 4", "Phi-3"])
 @pytest.mark.parametrize("policy", ["offload", "full"])
 def test_layers_that_run_whole_join_the_loss_where_they_run_again(policy, name, device):
     plain = FAMILIES[name].peft_model(device).train()

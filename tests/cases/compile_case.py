@@ -19,6 +19,7 @@ from fused_lora.kernels import (
     causal_attention,
     causal_attention_backward,
     dequantize_4bit,
+    head_norms,
     many_copies,
     output_gate,
     qkv_norm_rope,
@@ -162,16 +163,17 @@ def launch_layer():
     part = cos[..., : HEAD_DIM // 2]
     qkv_rope.rope_together(*grads, part, part, qkv, interleaved=True)
     qkv_rope.turn_back(qkv, part, part, HEADS, KV_HEADS)
-    head_norms = qkv_norm_rope.HeadNorms(empty(HEAD_DIM), empty(HEAD_DIM), 1e-6, 1e-6)
+    by_head = head_norms.HeadNorms(empty(HEAD_DIM), empty(HEAD_DIM), 1e-6, 1e-6)
     weights = (empty(count * HEAD_DIM) for count in (HEADS, KV_HEADS))
-    token_norms = qkv_norm_rope.HeadNorms(*weights, 1e-6, 1e-6)
+    token_norms = head_norms.HeadNorms(*weights, 1e-6, 1e-6)
     for norms, angles in (
-        (head_norms, (cos, cos)),
-        (head_norms, (part, part)),
+        (by_head, (cos, cos)),
+        (by_head, (part, part)),
         (token_norms, (None, None)),
+        (by_head._replace(v_eps=1e-6), (cos, cos)),
     ):
         qkv_norm_rope.norm_rope_together(*grads, norms, *angles, qkv)
-        qkv_norm_rope.head_norms_backward(*grads[:2], norms, qkv)
+        qkv_norm_rope.head_norms_backward(*grads, norms, qkv)
     raw = empty(TOKENS, 2 * (HEADS + KV_HEADS) * HEAD_DIM)
     output_gate.gate_forward(grad, raw, HEAD_DIM)
     output_gate.gate_backward(grad, grad, raw, HEAD_DIM, torch.empty_like(raw))

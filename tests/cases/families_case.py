@@ -51,8 +51,15 @@ SIGLIP = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
           "intermediate_size": 48, "image_size": 28, "patch_size": 14}  # fmt: skip
 
 
-OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")  # have a configuration without vision
-ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R", "Qwen3_5MoeR")
+OF_TEXT = (
+    "Gemma3",
+    "Gemma4",
+    "Gemma4Unified",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+)  # have a configuration without vision
+ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R", "Qwen3_5MoeR",
+                 "MuseGlimmerTextCentered")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,8 @@ class Family:
     left: the other modules, or parts without any, and what the report says about them.
     functions: how often attention's functions appear in the graph of the loss.
     lora: changes to LoraConfig.
-    not_whole: why its layers do not run whole, if they do not. in_parts: why the first one does
-        not, if the second does.
+    not_whole: why its layers do not run whole, if they do not. in_parts: why one does not, if
+        another does.
     image_token: given if we test the model on an image of four patches.
     """
 
@@ -104,6 +111,8 @@ class Family:
         for module in model.modules():
             if type(module).__name__.startswith(ZERO_CENTERED) and hasattr(module, "_norm"):
                 module.weight.data.sub_(1)  # the norm adds 1 back
+            if hasattr(module, "layer_scalar"):
+                module.layer_scalar.fill_(0.75)
         return model.to(dtype)
 
     def peft_model(self, device, dtype=torch.float32, **lora):
@@ -144,14 +153,13 @@ class Family:
         }
 
 
-def everywhere(*names: str, layers: str = "01") -> list[str]:
-    prefix = "base_model.model.model.layers"
-    return [f"{prefix}.{layer}.{name}" for layer in layers for name in names]
+def everywhere(*names: str, tower: str = "model") -> list[str]:
+    return [f"base_model.model.{tower}.layers.{layer}.{name}" for layer in "01" for name in names]
 
 
-def not_known(attention: str, layers: str = "01") -> dict[str, str]:
+def not_known(attention: str, tower: str = "model") -> dict[str, str]:
     """Return what stays with PEFT in layers with this unknown attention class."""
-    names = everywhere("self_attn", "self_attn as rope", layers=layers)
+    names = everywhere("self_attn", "self_attn as rope", tower=tower)
     return dict.fromkeys(names, f"{attention} is not an attention class")
 
 
@@ -198,7 +206,6 @@ LFM2_PARTS = {
     "functions": {"LoRA_Attention": 1, "LoRA_W": 2},
     "not_whole": "it has no decoder layer with",
 }  # fmt: skip
-NOT_ONE_LAYER = "Gemma4TextDecoderLayer is not a layer class"
 GEMMA_4 = {
     "final_logit_softcapping": 2.0,
     "num_kv_shared_layers": 0,
@@ -290,12 +297,12 @@ FAMILIES = {
     ),
     "Gemma 4": Family(
         "Gemma4", WINDOW | GEMMA_4, fused={"rms_norm": GEMMA_4_NORMS}, others=PER_LAYER,
-        functions=APART, not_whole=NOT_ONE_LAYER,
     ),
     "Gemma 4, k as v": Family(
         "Gemma4", WINDOW | GEMMA_4 | {"attention_k_eq_v": True, "global_head_dim": 8},
         fused={"rms_norm": GEMMA_4_NORMS}, others=PER_LAYER,
-        functions={"LoRA_QKV": 1, "LoRA_W": 4, "RoPE": 2}, not_whole=NOT_ONE_LAYER,
+        functions={"LoRA_Attention": 1, "LoRA_W": 3, "RoPE": 1},
+        in_parts="self_attn: its k is its v as well",
     ),
     "Gemma 4, k and v shared": Family(
         "Gemma4", GEMMA_4 | {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1},
@@ -303,7 +310,21 @@ FAMILIES = {
             f"0:{name}" if name.endswith(("k_norm", "v_norm")) else name for name in GEMMA_4_NORMS
         )},
         others=PER_LAYER, functions={"LoRA_QKV": 1, "LoRA_W": 3, "RoPE": 2},
-        not_whole=NOT_ONE_LAYER,
+        not_whole="self_attn: later layers take its k and v as well",
+    ),
+    "Gemma 4, mixture": Family(
+        "Gemma4",
+        TOP_2 | WINDOW | GEMMA_4 | {"enable_moe_block": True, "top_k_experts": 2,
+                                    "global_head_dim": 8, "hidden_size_per_layer_input": 0},
+        fused={"rms_norm": (*AROUND, *OF_HEADS[2:], "self_attn.v_norm", "router.norm",
+                            "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1",
+                            "post_feedforward_layernorm_2")},
+        left=dict.fromkeys(everywhere("experts"), "its activation is GELUTanh, not SiLU"),
+        lora=EXPERTS, not_whole="it adds a mixture of experts to its MLP",
+    ),
+    "Gemma 4 Unified": Family(
+        "Gemma4Unified", WINDOW | GEMMA_4 | {"global_head_dim": 8},
+        fused={"rms_norm": tuple(one for one in GEMMA_4_NORMS if "per_layer" not in one)},
     ),
     "Phi-3": Family("Phi3", {"sliding_window": 4}),
     "Phi-4-mini": Family("Phi3", {"rope_parameters": THREE_QUARTERS}),
@@ -335,7 +356,7 @@ FAMILIES = {
                 "self_attn.o_proj": "its base layer is Gemma4ClippableLinear",
             }.items()
         },
-        functions=APART, not_whole="Gemma4VisionEncoderLayer is not a layer class",
+        in_parts="Gemma4VisionEncoderLayer is not a layer class",
     ),
     "Qwen3.5, multimodal": Family(
         "Qwen3_5", QWEN_3_5, VISION, left=slow_parts("model.language_model"),
@@ -361,6 +382,23 @@ FAMILIES = {
                 "transformer.layers.0.feed_forward": "MLP is not an MLP",
             }.items()
         },
+    ),
+    "Muse Glimmer": Family(
+        "MuseGlimmer",
+        WINDOW | {"final_logit_softcapping": 2.0, "output_multiplier": 0.5, "qk_scale_factor": 1.5},
+        VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "pos_emb_height": 2,
+                  "pos_emb_width": 2},
+        fused={"attention": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+                             "self_attn.gate_proj", "self_attn.o_proj"),
+               "rms_norm": (*AROUND, "self_attn.qk_norm"), "rope": ()},
+        others={"rms_norm": ("model.language_model.embed_tokens.embed_norm",
+                             "model.perception_emb_norm")},
+        left=not_known("MuseGlimmerTextAttention", tower="model.language_model"),
+        functions={"LoRA_W": 10}, not_whole=NOT_READ,
+    ),
+    "LFM2-VL": Family(
+        "Lfm2Vl", CONV | {"model_type": "lfm2", "block_auto_adjust_ff_dim": False}, SIGLIP,
+        **LFM2_PARTS | {"fused": LFM2_PARTS["fused"] | {"mlp": ("feed_forward",)}},
     ),
     "Llava": Family(
         "Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model", **SIGLIP},

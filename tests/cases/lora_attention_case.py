@@ -9,7 +9,7 @@ from cases.attention_case import adapted, with_trained
 from cases.reference import masks_drawn, random
 from cases.rms_norm_case import eager_rms_norm
 
-from fused_lora.kernels.qkv_norm_rope import HeadNorms
+from fused_lora.kernels.head_norms import HeadNorms
 from fused_lora.lora_attention import FrozenAttention
 from fused_lora.lora_linear import FrozenLinear, FrozenQKV
 
@@ -61,7 +61,7 @@ def head_norms(heads, kv_heads, head_dim, **options):
         0.5 + random(count * head_dim, seed=seed, scale=0.25, **options)
         for seed, count in ((60, heads), (61, kv_heads))
     )
-    return HeadNorms(*weights, 1e-6, 1e-2)
+    return HeadNorms(*weights, 1e-6, 1e-2, v_eps=1e-3)
 
 
 def eager_head_norm(x, weight, eps, zero_centered=False):
@@ -94,9 +94,10 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):
         return turned.to(t.dtype)
 
     if frozen.head_norms is not None:
-        q_weight, k_weight, q_eps, k_eps, centered = frozen.head_norms
+        q_weight, k_weight, q_eps, k_eps, centered, v_eps = frozen.head_norms
         q = eager_head_norm(q, q_weight, q_eps, centered)
         k = eager_head_norm(k, k_weight, k_eps, centered)
+        v = eager_head_norm(v, v.new_ones(frozen.head_dim), v_eps)
     if cos is not None:
         q, k = turned(q), turned(k)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))

@@ -22,7 +22,7 @@ from fused_lora.kernels import (
     swiglu_products_forward,
 )
 from fused_lora.kernels import residual as residual_kernels
-from fused_lora.kernels.qkv_norm_rope import HeadNorms
+from fused_lora.kernels.head_norms import HeadNorms
 from fused_lora.kernels.swiglu_products_backward import Product
 
 
@@ -105,7 +105,7 @@ ARGUMENTS = {
     qkv_norm_rope.norm_rope_together: {
         "q": Q, "k": K, "v": K, "norms": NORMS, **OF_ROPE, "qkv": QKV
     },
-    qkv_norm_rope.head_norms_backward: {"q": Q, "k": K, "norms": NORMS, "grad_qkv": QKV},
+    qkv_norm_rope.head_norms_backward: {"q": Q, "k": K, "v": K, "norms": NORMS, "grad_qkv": QKV},
     causal_attention.causal_attention_forward: {
         "qkv": HEADS, "positions": 40, "heads": 4, **OF_SCORES
     },

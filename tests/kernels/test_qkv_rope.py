@@ -8,7 +8,8 @@ from cases.lora_attention_case import eager_head_norm
 from cases.reference import random, relative_error
 from cases.rope_case import SIZES, assert_equal, eager, interleaved_order, make, run
 
-from fused_lora.kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
+from fused_lora.kernels.head_norms import HeadNorms
+from fused_lora.kernels.qkv_norm_rope import head_norms_backward, norm_rope_together
 from fused_lora.kernels.qkv_rope import (
     rope_backward,
     rope_forward,
@@ -70,7 +71,7 @@ def fused_normed(case, layout=torch.clone, zero_centered=False):
     qkv = layout(torch.full_like(raw, 7.0))
     assert norm_rope_together(*split_heads(raw, *sizes), norms, cos, sin, qkv) is None
     grad_qkv = layout(side_by_side(grad_q, grad_k, grad_v))
-    assert head_norms_backward(*split_heads(raw, *sizes)[:2], norms, grad_qkv) is None
+    assert head_norms_backward(*split_heads(raw, *sizes), norms, grad_qkv) is None
     assert torch.equal(raw, side_by_side(q, k, v))
     results = []
     for rows, kept in ((qkv, v), (grad_qkv, grad_v)):
@@ -164,12 +165,24 @@ def test_norms_of_heads_read_any_layout(device):
     norm_rope_together(q, k, v, norms, cos, sin, want)
     grad.copy_(side_by_side(*gradients, v))
     given = grad.clone()
-    head_norms_backward(q, k, norms, grad)
+    head_norms_backward(q, k, None, norms, grad)
     for layout in LAYOUTS.values():
         got, gradient = torch.full_like(want, 7.0), given.clone()
         norm_rope_together(*map(layout, (q, k, v)), apart, layout(cos[None])[0], sin, got)
-        head_norms_backward(layout(q), layout(k), apart, gradient)
+        head_norms_backward(layout(q), layout(k), None, apart, gradient)
         assert torch.equal(got, want) and torch.equal(gradient, grad)
+
+
+def test_v_is_normed_as_k_is_by_weights_of_1(device):
+    q, k, _, _, grad_q, grad_k, weight, _ = make_normed("GQA", torch.float32, device)
+    norms = HeadNorms(weight, torch.ones_like(weight), *EPS, v_eps=EPS[1])
+    qkv, grad = torch.full_like(side_by_side(q, k, k), 7.0), side_by_side(grad_q, grad_k, grad_k)
+    v = by_token(k)
+    norm_rope_together(q, k, v, norms, None, None, qkv)
+    head_norms_backward(q, k, v, norms, grad)
+    for rows, start in ((qkv, k), (grad, grad_k)):
+        _, as_k, as_v = split_heads(rows, q.shape[2], q.shape[1], k.shape[1])
+        assert relative_error(as_v, as_k) < 1e-6 < 1e-2 < relative_error(as_v, start)
 
 
 def test_weights_of_norms_may_be_of_another_dtype(device):
