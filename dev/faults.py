@@ -26,6 +26,7 @@ FAULTS = (
     # --- techniques ---
     Fault("fused_lora/kernels/rotation.py", "-sin_2, -sin_1", "-sin_1, -sin_2", "kernels", "rope"),
     Fault("fused_lora/gated_norm.py", "normed * slope", "normed", "kernels", "contract"),
+    Fault("fused_lora/causal_conv.py", "grad *= slope", "grad *= 1.0", "kernels", "contract"),
     Fault("fused_lora/kernels/output_gate.py", "(1.0 - share)", "share", "kernels", "launchers"),
     Fault("fused_lora/adopt/delta_net.py", "beta=b.sigmoid()", "beta=a.sigmoid()", "adopt",
           "delta_net families"),

@@ -18,7 +18,8 @@ from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.foreign import delta_rule
 
 NET = "base_model.model.model.layers.0.linear_attn"
-FUSED = {"LoRA_Group": 1, "LoRA_W": 1, "GatedRMSNorm": 1}  # in the layer with the net
+# in the layer with the net
+FUSED = {"LoRA_Group": 1, "CausalConv": 1, "LoRA_W": 1, "GatedRMSNorm": 1}
 PARTS = Fusion(attention=True, rms_norm=True)
 
 
@@ -56,9 +57,17 @@ LEFT = {
     ),
     "a hook on conv1d": (
         lambda model: add_hook_to_module(net_of(model).conv1d, ModelHook()),
-        "conv1d: accelerate's ModelHook has replaced its forward", FUSED | {"LoRA_Group": 0},
+        "conv1d: accelerate's ModelHook has replaced its forward",
+        FUSED | {"LoRA_Group": 0, "CausalConv": 0},
     ),
     "another activation": (
+        lambda model: setattr(net_of(model), "activation", "gelu"),
+        "its activation is gelu, not silu", FUSED | {"CausalConv": 0},
+    ),
+    "a trained convolution": (
+        lambda model: net_of(model).conv1d.weight.requires_grad_(), "", FUSED,
+    ),
+    "another activation of the norm": (
         lambda model: setattr(net_of(model).norm, "activation", "gelu"),
         "its activation is gelu, not silu", FUSED | {"GatedRMSNorm": 0},
     ),
@@ -68,7 +77,7 @@ LEFT = {
 }  # fmt: skip
 
 
-@pytest.mark.slow("DoRA of z", "another activation")
+@pytest.mark.slow("DoRA of z", "another activation of the norm")
 @pytest.mark.parametrize("change", LEFT)
 def test_what_stays_with_peft_is_named_and_the_rest_runs_fused(change, device):
     do, reason, functions = LEFT[change]
@@ -121,7 +130,8 @@ def test_with_dropout_it_runs_between_compiled_code(device):
     torch.manual_seed(0)
     got = net(x)
     assert relative_error(got, want) < 1e-5
-    assert functions_of(got) == functions_of(want) == {"LoRA_Group": 1, "LoRA_W": 1}
+    expected = {"LoRA_Group": 1, "CausalConv": 1, "LoRA_W": 1}
+    assert functions_of(got) == functions_of(want) == expected
 
 
 @pytest.mark.filterwarnings("ignore:a fused Qwen3_5RMSNorm stepped aside")
@@ -150,10 +160,7 @@ def test_where_fla_refuses_this_triton_transformers_own_runs_and_the_report_says
     is_mended, monkeypatch, device
 ):
     fused, plain, done = pair(device)
-    left = {
-        f"{NET}.recurrence": delta_rule.NOT_INSTALLED.format("flash-linear-attention"),
-        f"{NET}.conv1d": delta_rule.NOT_INSTALLED.format("causal-conv1d"),
-    }
+    left = {f"{NET}.recurrence": delta_rule.NOT_INSTALLED}
     assert done.left == left and report(fused).left == left
     want = step(plain)
 
@@ -172,11 +179,11 @@ def test_where_fla_refuses_this_triton_transformers_own_runs_and_the_report_says
     implementation, rule.__wrapped__ = fla_s, own
     monkeypatch.setattr(modeling, delta_rule.NAME, rule)
     if is_mended:
-        assert report(fused).left.keys() == {f"{NET}.conv1d"}
+        assert not report(fused).left
         with pytest.raises(RuntimeError, match="incorrect"):
             step(fused)
     else:
-        assert report(fused).left == left | {f"{NET}.recurrence": delta_rule.REFUSES_TRITON}
+        assert report(fused).left == {f"{NET}.recurrence": delta_rule.REFUSES_TRITON}
         with pytest.warns(match="flash-linear-attention refuses Triton"):
             assert_close(step(fused), want, 2e-4)
         with pytest.raises(RuntimeError, match="incorrect"):  # its own would mix documents

@@ -173,15 +173,10 @@ QWEN_3_5_PARTS = {
 
 
 def slow_parts(tower: str) -> dict[str, str]:
-    """Return what transformers' own code computes here, by its packages that are not installed."""
+    """Return what transformers' own code computes here, if fla is not installed."""
     net = f"base_model.model.{tower}.layers.0.linear_attn"
-    packages = {"recurrence": ("fla", "flash-linear-attention"),
-                "conv1d": ("causal_conv1d", "causal-conv1d")}  # fmt: skip
-    return {
-        f"{net}.{name}": f"in PyTorch: install {distribution}"
-        for name, (package, distribution) in packages.items()
-        if not find_spec(package)
-    }
+    left = {f"{net}.recurrence": "in PyTorch: install flash-linear-attention"}
+    return {} if find_spec("fla") else left
 
 
 # transformers 5.24 takes no sdpa for it, which would not cap its scores
