@@ -76,7 +76,7 @@ FAULTS = (
           "total.addmm_(extended, weight)", "kernels", "decoder_layer"),
     Fault("fused_lora/layer/scratch.py", "if self._scratch.holder == self.serial else None", "",
           "adopt", "fuse_4bit fuse_users"),
-    Fault("fused_lora/layer/decoder_layer.py", "if x.dtype != like.dtype:", "if False:", "adopt",
+    Fault("fused_lora/layer/gradients.py", "if total.dtype != like.dtype:", "if False:", "adopt",
           "fuse_4bit"),
     Fault("fused_lora/adopt/scratch_border.py", "kept_places == places and", "", "adopt",
           "fuse_users fuse_4bit"),
