@@ -34,8 +34,8 @@ from .kernels.activation import activate
 from .kernels.rows import as_rows
 from .kernels.tiling import dots_in_fp32
 
-# Of a tile. 64 channels in bf16 are a line of the L2 cache. With twice as many tokens a thread of
-# backward takes 222 registers, not 128.
+# 64 channels in bf16 are a line of the L2 cache. With 32 tokens a tile, a thread of backward would
+# take 222 registers instead of 128.
 TOKENS, CHANNELS = 16, 64
 WARPS = 4
 MAX_TAPS = 8  # backward has taps^2 multiplications an element

@@ -58,10 +58,10 @@ def read_delta_net(net: Any) -> DeltaNetRead:
     if (reason := why_call(net.conv1d)) is not None:
         refuse(f"conv1d: {reason}")
     reads = read_projections(net, known_form(net, "GatedDeltaNet").projections)
-    return DeltaNetRead(reads, *delta_rule(net), _why_not_conv(net) or "")
+    return DeltaNetRead(reads, *delta_rule(net), why_not_conv(net) or "")
 
 
-def _why_not_conv(net: Any) -> str | None:
+def why_not_conv(net: Any) -> str | None:
     """Return the reason if the convolution does not run fused."""
     if net.activation != "silu":
         return f"its activation is {net.activation}, not silu"
@@ -103,31 +103,38 @@ def delta_net_forward(
             mixed.transpose(1, 2), net.conv1d.weight.squeeze(1), net.conv1d.bias,
             activation=net.activation, **options,
         ).transpose(1, 2)  # fmt: skip
-        q, k, v = mixed.split(_sizes(net), -1)
+        q, k, v = mixed.split(qkv_sizes(net), -1)
     else:
         q, k, v = _convolve(net, mixed)
-    q, k, v = (
-        one.unflatten(-1, (-1, size))
-        for one, size in ((q, net.head_k_dim), (k, net.head_k_dim), (v, net.head_v_dim))
-    )
-    if RULE_REPEATS_HEADS and (times := net.num_v_heads // net.num_k_heads) > 1:
-        q, k = (one.repeat_interleave(times, dim=2) for one in (q, k))
     decay = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
     rule = read.rule if documents is None else named[NAME]
-    found, _ = rule(
-        q, k, v, g=decay, beta=b.sigmoid(), initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=True, cu_seqlens=documents, **options,
-    )  # fmt: skip
+    found = run_rule(net, rule, (q, k, v), decay, b.sigmoid(), cu_seqlens=documents, **options)
     rows = found.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)
     return net.out_proj(net.norm(*rows).reshape(z.shape))
 
 
+def run_rule(
+    net: Any, rule: Callable, qkv: tuple[Tensor, ...], decay: Tensor, beta: Tensor, **options
+) -> Tensor:
+    """Run the recurrence on q, k and v [batch, positions, features]. Return what it found, [batch,
+    positions, heads, head_dim]."""
+    sizes = net.head_k_dim, net.head_k_dim, net.head_v_dim
+    q, k, v = (one.unflatten(-1, (-1, size)) for one, size in zip(qkv, sizes, strict=True))
+    if RULE_REPEATS_HEADS and (times := net.num_v_heads // net.num_k_heads) > 1:
+        q, k = (one.repeat_interleave(times, dim=2) for one in (q, k))
+    found, _ = rule(
+        q, k, v, g=decay, beta=beta, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=True, **options,
+    )  # fmt: skip
+    return found
+
+
 @torch.compiler.disable
 def _convolve(net: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return causal_conv(mixed, net.conv1d.weight.squeeze(1), net.conv1d.bias, _sizes(net))
+    return causal_conv(mixed, net.conv1d.weight.squeeze(1), net.conv1d.bias, qkv_sizes(net))
 
 
-def _sizes(net: Any) -> tuple[int, int, int]:
+def qkv_sizes(net: Any) -> tuple[int, int, int]:
     return net.key_dim, net.key_dim, net.value_dim
 
 

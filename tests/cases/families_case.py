@@ -68,6 +68,7 @@ class Family:
     left: the other modules, or parts without any, and what the report says about them.
     functions: how often attention's functions appear in the graph of the loss.
     lora: changes to LoraConfig.
+    in_layers: how often the functions of whole layers appear, if not DecoderLayer for each.
     not_whole: why its layers do not run whole, if they do not. in_parts: why the first one does
         not, if the second does.
     image_token: given if we test the model on an image of four patches.
@@ -81,6 +82,7 @@ class Family:
     others: dict[str, tuple[str, ...]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=lambda: ONE)
+    in_layers: dict[str, int] = field(default_factory=dict)
     lora: dict = field(default_factory=dict)
     not_whole: str = ""
     in_parts: str = ""
@@ -168,7 +170,7 @@ QWEN_3_5_PARTS = {
               "rms_norm": (*USUAL["rms_norm"], "0:linear_attn.norm", "1:self_attn.q_norm",
                            "1:self_attn.k_norm")},
     "functions": {"LoRA_Group": 1, "LoRA_QKV": 1, "LoRA_W": 2, "RoPE": 1},
-    "in_parts": "it has a gated delta net",
+    "in_layers": {"BeforeRecurrence": 1, "AfterRecurrence": 1, "DecoderLayer": 1},
 }  # fmt: skip
 
 
