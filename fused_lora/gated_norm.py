@@ -85,12 +85,15 @@ class GatedRMSNorm(torch.autograd.Function):
 @triton.jit(do_not_specialize=["rows"])
 def _gated_rms_norm_forward_kernel(
     x_ptr,  # [rows, hidden]
-    gate_ptr,  # [rows, hidden]
+    gate_ptr,  # [rows / gate_heads, gate_heads * hidden]
     weight_ptr,  # [hidden]
-    y_ptr,  # [rows, hidden], contiguous, written
+    y_ptr,  # [rows / y_heads, y_heads * hidden], written
     rstd_ptr,  # [rows] fp32, written
     x_row_stride,
-    gate_row_stride,
+    gate_token_stride,
+    y_token_stride,
+    gate_heads,  # rows of a token, side by side
+    y_heads,
     rows,
     hidden,
     eps,
@@ -104,13 +107,15 @@ def _gated_rms_norm_forward_kernel(
     mask = (row < rows) & (columns < hidden)
     # 0.0 behind the end, which adds nothing to the sum of squares
     x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=mask, other=0.0)
+    gate = gate_ptr + row // gate_heads * gate_token_stride + row % gate_heads * hidden + columns
+    gate = tl.load(gate, mask=mask, other=0.0)
     weight = load_weight(weight_ptr, columns, columns < hidden, False)
     silu, _ = activate(gate.to(tl.float32), False, IN_FP32)
     mean = tl.div_rn(tl.sum(x * x, axis=1)[:, None], 1.0 * hidden)
     rstd = rstd_of_mean(mean, eps)
     y = x * rstd * weight * silu
-    tl.store(y_ptr + row * hidden + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
+    y_ptr += row // y_heads * y_token_stride + row % y_heads * hidden + columns
+    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
@@ -118,7 +123,7 @@ def _gated_rms_norm_forward_kernel(
 def _gated_rms_norm_backward_kernel(
     grad_y_ptr,  # [rows, hidden]
     x_ptr,  # [rows, hidden]
-    gate_ptr,  # [rows, hidden]
+    gate_ptr,  # [rows / gate_heads, gate_heads * hidden]
     weight_ptr,  # [hidden]
     rstd_ptr,  # [rows] fp32
     grad_x_ptr,  # [rows, hidden], contiguous, written
@@ -126,7 +131,8 @@ def _gated_rms_norm_backward_kernel(
     partial_ptr,  # [programs, hidden] fp32, grad_weight of each program's rows, written; or None
     grad_y_row_stride,
     x_row_stride,
-    gate_row_stride,
+    gate_token_stride,
+    gate_heads,  # rows of a token, side by side
     rows,
     hidden,
     tiles_per_program,
@@ -148,7 +154,8 @@ def _gated_rms_norm_backward_kernel(
         mask = (row < rows) & (columns < hidden)
         grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0)
         x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=mask, other=0.0)
+        gate = gate_ptr + row // gate_heads * gate_token_stride + row % gate_heads * hidden
+        gate = tl.load(gate + columns, mask=mask, other=0.0)
         silu, slope = activate(gate.to(tl.float32), False, IN_FP32)
         grad_y = grad_y.to(tl.float32)
         normed = x * rstd
@@ -166,18 +173,22 @@ def _gated_rms_norm_backward_kernel(
 
 
 def gated_rms_norm_forward(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (y, rstd) of `gated_rms_norm`."""
-    x_rows, gate_rows = as_rows(x), as_rows(gate)
+    """Return (y, rstd) of `gated_rms_norm`, or write y to out, which may lie as gate may: the rows
+    of its last dimension but one side by side, of those before it evenly spaced."""
+    x_rows = as_rows(x)
+    gate_rows, gate_heads = _by_token(gate)
     rows, hidden = x_rows.shape
-    y, rstd = x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
+    y = x.new_empty(x.shape) if out is None else out
+    y_rows, y_heads = _by_token(y)
+    rstd = x.new_empty(rows, dtype=torch.float32)
     if rows:  # an empty grid cannot be launched
         tile_rows, block, warps = _tile_of(hidden)
         launch(
             _gated_rms_norm_forward_kernel, (cdiv(rows, tile_rows),),
-            x_rows, gate_rows, weight.contiguous(), y, rstd,
-            x_rows.stride(0), gate_rows.stride(0), rows, hidden, eps,
+            x_rows, gate_rows, weight.contiguous(), y_rows, rstd, x_rows.stride(0),
+            gate_rows.stride(0), y_rows.stride(0), gate_heads, y_heads, rows, hidden, eps,
             dots_in_fp32(_gated_rms_norm_forward_kernel, gate), tile_rows, block, num_warps=warps,
         )  # fmt: skip
     return y, rstd
@@ -187,7 +198,8 @@ def gated_rms_norm_backward(
     grad_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, need_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (grad_x, grad_gate, grad_weight), the last None if not needed."""
-    grad_y_rows, x_rows, gate_rows = as_rows(grad_y), as_rows(x), as_rows(gate)
+    grad_y_rows, x_rows = as_rows(grad_y), as_rows(x)
+    gate_rows, gate_heads = _by_token(gate)
     rows, hidden = x_rows.shape
     tile_rows, block, warps = _tile_of(hidden)
     tiles = cdiv(rows, tile_rows)
@@ -199,11 +211,19 @@ def gated_rms_norm_backward(
         launch(
             _gated_rms_norm_backward_kernel, (programs,),
             grad_y_rows, x_rows, gate_rows, weight.contiguous(), rstd, grad_x, grad_gate, partial,
-            grad_y_rows.stride(0), x_rows.stride(0), gate_rows.stride(0), rows, hidden,
-            tiles_per_program, dots_in_fp32(_gated_rms_norm_backward_kernel, gate), tile_rows,
-            block, num_warps=warps,
+            grad_y_rows.stride(0), x_rows.stride(0), gate_rows.stride(0), gate_heads, rows,
+            hidden, tiles_per_program, dots_in_fp32(_gated_rms_norm_backward_kernel, gate),
+            tile_rows, block, num_warps=warps,
         )  # fmt: skip
     return grad_x, grad_gate, None if partial is None else partial.sum(0).to(weight.dtype)
+
+
+def _by_token(x: Tensor) -> tuple[Tensor, int]:
+    """Return x [..., heads, hidden] as [tokens, heads * hidden], a view where heads lie side by
+    side, and heads; all else as `as_rows` does, as 1 head."""
+    if x.ndim > 2 and x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] and x.numel():
+        return as_rows(x.flatten(-2)), x.shape[-2]
+    return as_rows(x), 1
 
 
 def _tile_of(hidden: int) -> tuple[int, int, int]:

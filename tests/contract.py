@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import (
     attention_case,
+    causal_conv_case,
     cross_entropy_case,
     experts_case,
     log_probs_case,
@@ -27,6 +28,7 @@ from cases.operands import (
     OF_QKV,
     OF_W,
     Case,
+    make_causal_conv,
     make_cross_entropy,
     make_gated_norm,
     make_group,
@@ -42,9 +44,11 @@ from cases.pairwise import pairwise
 from cases.reference import ADAPTER_NAMES, assert_within_budget, lora_mlp
 from torch import Tensor
 
+from fused_lora import causal_conv as conv_module
 from fused_lora import cross_entropy, gated_norm
 from fused_lora import rms_norm as norm_module
 from fused_lora import rope as rope_module
+from fused_lora.causal_conv import causal_conv
 from fused_lora.cross_entropy import linear_cross_entropy
 from fused_lora.gated_norm import gated_rms_norm
 from fused_lora.kernels.routed_rows import ClampedGate
@@ -320,6 +324,12 @@ OPERATIONS = {
             has_matmuls=False,
         ),
         Operation(
+            "causal_conv", causal_conv, causal_conv_case.eager, make_causal_conv,
+            ("x", "weight", "bias"), saved=("x", "weight", "bias"), usual=(2, 5, 11),
+            shapes=((1, 35, 70), (3, 1, 4), (2, 33, 9)), empty=((0, 5, 11), (2, 0, 11)),
+            options={"taps": (4, 1, 3)}, has_matmuls=False,
+        ),
+        Operation(
             "rope", rope, rope_case.eager, make_rope, ("q", "k"), saved=("cos", "sin"),
             usual="MQA, angles of each sequence", shapes=tuple(rope_case.SIZES),
             options={"angle_dtype": DTYPES},
@@ -372,6 +382,11 @@ KERNELS = {  # the module, and the kernels of forward and backward
         gated_norm,
         "_gated_rms_norm_forward_kernel",
         "_gated_rms_norm_backward_kernel",
+    ),
+    "causal_conv": (
+        conv_module,
+        "_causal_conv_forward_kernel",
+        "_causal_conv_backward_kernel",
     ),
     "rope": (rope_module, "_rope_kernel"),
     "linear_cross_entropy": (cross_entropy, "_cross_entropy_kernel"),

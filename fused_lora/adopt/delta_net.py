@@ -1,5 +1,5 @@
-"""The switch `attention` in a gated delta net: the forward it sets, around a convolution and a
-recurrence that stay those of the libraries that transformers has chosen."""
+"""The switch `attention` in a gated delta net: the forward it sets, around a recurrence that stays
+that of the library that transformers has chosen."""
 
 import sys
 from collections.abc import Callable
@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..causal_conv import MAX_TAPS, causal_conv
 from ..lora_group import FrozenGroup, LoRA_Group
 from .aside import say_left, step_aside
 from .attention import NO_CACHE_IN_TRAINING
 from .families import DeltaNetForm
 from .foreign.delta_rule import NAME, delta_rule
+from .foreign.originals import why_replaced
 from .foreign.versions import CACHE, RULE_REPEATS_HEADS, STATES, class_forward
 from .four_bit.parts import why_not_input, written
 from .known import known_form, why_not_class
@@ -29,22 +31,25 @@ from .projection import Projection, seed_for, why_call
 from .refusal import attempt, refuse
 from .site import having
 
+CONVOLUTION = "causal_conv1d_fn"  # transformers' name
 IN_PROJECTIONS = DeltaNetForm().projections
 delta_nets = having(*IN_PROJECTIONS, "conv1d", "norm", "out_proj")
 
 
 class DeltaNetRead(NamedTuple):
-    """A gated delta net as it is now: its in-projections, the function for its recurrence, and why
-    that or its conv1d is not a fast library's."""
+    """A gated delta net as it is now: its in-projections, the function for its recurrence, why that
+    is not a fast library's, and why its convolution does not run fused."""
 
     reads: Reads
     rule: Callable
-    why_slow: dict[str, str]
+    why_slow: str
+    why_not_conv: str
 
     @property
     def left(self) -> dict[str, str]:
         """Return the units that run neither fused nor on a library's kernels, and why."""
-        return self.reads.left | self.why_slow
+        others = {"recurrence": self.why_slow, "conv1d": self.why_not_conv}
+        return self.reads.left | {name: reason for name, reason in others.items() if reason}
 
 
 def read_delta_net(net: Any) -> DeltaNetRead:
@@ -53,7 +58,16 @@ def read_delta_net(net: Any) -> DeltaNetRead:
     if (reason := why_call(net.conv1d)) is not None:
         refuse(f"conv1d: {reason}")
     reads = read_projections(net, known_form(net, "GatedDeltaNet").projections)
-    return DeltaNetRead(reads, *delta_rule(net))
+    return DeltaNetRead(reads, *delta_rule(net), why_not_conv(net) or "")
+
+
+def why_not_conv(net: Any) -> str | None:
+    """Return the reason if the convolution does not run fused."""
+    if net.activation != "silu":
+        return f"its activation is {net.activation}, not silu"
+    if (taps := net.conv1d.weight.shape[-1]) > MAX_TAPS:
+        return f"its kernel size is {taps}, should be {MAX_TAPS} at most"
+    return why_replaced(type(net).__module__, CONVOLUTION)
 
 
 def delta_net_forward(
@@ -82,27 +96,46 @@ def delta_net_forward(
     named = vars(sys.modules[type(net).__module__])
     x = named["apply_mask_to_padding_states"](hidden_states, attention_mask)
     mixed, z, b, a = _run_in(net, read.reads, x)
-    mixed = named["causal_conv1d_fn"](
-        mixed.transpose(1, 2), net.conv1d.weight.squeeze(1), net.conv1d.bias,
-        activation=net.activation, **options,
-    ).transpose(1, 2)  # fmt: skip
-    q, k, v = mixed.split([net.key_dim, net.key_dim, net.value_dim], -1)
-    q, k, v = (
-        one.unflatten(-1, (-1, size))
-        for one, size in ((q, net.head_k_dim), (k, net.head_k_dim), (v, net.head_v_dim))
-    )
-    if RULE_REPEATS_HEADS and (times := net.num_v_heads // net.num_k_heads) > 1:
-        q, k = (one.repeat_interleave(times, dim=2) for one in (q, k))
-    decay = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
-    # rows that hold documents: only the library's function keeps them apart, or says that it cannot
+    # of rows that hold documents: only the libraries' functions keep them apart, or say they cannot
     documents = options.pop("cu_seq_lens_q", None)
+    if read.why_not_conv or documents is not None or options.get("seq_idx") is not None:
+        mixed = named[CONVOLUTION](
+            mixed.transpose(1, 2), net.conv1d.weight.squeeze(1), net.conv1d.bias,
+            activation=net.activation, **options,
+        ).transpose(1, 2)  # fmt: skip
+        q, k, v = mixed.split(qkv_sizes(net), -1)
+    else:
+        q, k, v = _convolve(net, mixed)
+    decay = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
     rule = read.rule if documents is None else named[NAME]
-    found, _ = rule(
-        q, k, v, g=decay, beta=b.sigmoid(), initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=True, cu_seqlens=documents, **options,
-    )  # fmt: skip
+    found = run_rule(net, rule, (q, k, v), decay, b.sigmoid(), cu_seqlens=documents, **options)
     rows = found.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)
     return net.out_proj(net.norm(*rows).reshape(z.shape))
+
+
+def run_rule(
+    net: Any, rule: Callable, qkv: tuple[Tensor, ...], decay: Tensor, beta: Tensor, **options
+) -> Tensor:
+    """Run the recurrence on q, k and v [batch, positions, features]. Return what it found, [batch,
+    positions, heads, head_dim]."""
+    sizes = net.head_k_dim, net.head_k_dim, net.head_v_dim
+    q, k, v = (one.unflatten(-1, (-1, size)) for one, size in zip(qkv, sizes, strict=True))
+    if RULE_REPEATS_HEADS and (times := net.num_v_heads // net.num_k_heads) > 1:
+        q, k = (one.repeat_interleave(times, dim=2) for one in (q, k))
+    found, _ = rule(
+        q, k, v, g=decay, beta=beta, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=True, **options,
+    )  # fmt: skip
+    return found
+
+
+@torch.compiler.disable
+def _convolve(net: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return causal_conv(mixed, net.conv1d.weight.squeeze(1), net.conv1d.bias, qkv_sizes(net))
+
+
+def qkv_sizes(net: Any) -> tuple[int, int, int]:
+    return net.key_dim, net.key_dim, net.value_dim
 
 
 def _run_in(net: Any, reads: Reads, x: Tensor) -> tuple[Tensor, ...]:

@@ -96,10 +96,12 @@ class DeltaNetForm(NamedTuple):
     """A gated delta net: in-projections, a causal convolution of [q | k | v], the recurrence on q,
     k, v, sigmoid(b) and -exp(A_log) softplus(a + dt_bias), its norm with the gate z, out_proj.
 
-    projections: its layers for [q | k | v], z, b and a, which run as one. out_proj is a Mixer's.
+    projections: its layers for [q | k | v], z, b and a, which run as one.
+    output: its layer behind the norm, in parts a Mixer's.
     """
 
     projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    output: str = "out_proj"
 
 
 class GatedNormForm(NamedTuple):

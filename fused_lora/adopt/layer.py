@@ -19,6 +19,7 @@ from fused_mlp.utils import compute_dtype
 
 from ..kernels.residual import _extend_rows_kernel
 from ..kernels.rows import Handover
+from ..layer.buffer import Bordered
 from ..layer.decoder_layer import DecoderLayer
 from ..layer.operands import FrozenLayer, Others
 from ..layer.residual import Norm
@@ -28,6 +29,7 @@ from .aside import say_once
 from .attend import mask_for_attention, q_scale_of, turns
 from .attention import head_norms_of, why_not_inputs
 from .borders import Border, LayerBorders
+from .delta_layer import has_delta_net, run_delta_layer, why_not_delta_inputs, why_slow
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp, is_sharded, may_shard_later
 from .foreign.versions import as_ours, class_forward
@@ -102,10 +104,12 @@ def _waits(weight: Tensor, kind: type[Border]) -> bool:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def check_layer(layer: Any, kind: type[Border] | None = None) -> None:
-    """Raise a Refusal if a layer cannot run as one now, on borders of the kind asked for."""
+def check_layer(layer: Any, kind: type[Border] | None = None) -> dict[str, str]:
+    """Raise a Refusal if a layer cannot run as one now, on borders of the kind asked for. Return
+    what of it is a library's, and slow."""
     _read(layer, kind)
     refuse(FLATTENED if _is_flattened(layer) else None)
+    return why_slow(layer) if has_delta_net(layer) else {}
 
 
 def _is_flattened(layer: Any) -> bool:
@@ -123,7 +127,6 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     assert borders is not None
     parts, ranks = parts_and_ranks(layer, reads)
     qkv, o, gate_up, down = borders.find_or_make(reads, parts, ranks, _dtype_of(layer))
-    attention = layer.self_attn
     form = known_form(layer, "Layer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
     norms = norms_of(layer)
@@ -134,20 +137,32 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
         else None
         for name in names_of_norms(form)
     )
-    heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
-    attention_form = known_form(attention, "Attention")
-    heads //= 2 if attention_form.has_gate else 1
     every = [part for group in parts for part in group]
     adapters = (tensor for read in every for tensor in (read.A, read.B))
     others = _others(every, input_norm, post_norm, attended_norm, mlp_norm)
     return *adapters, *others, FrozenLayer(
         input_norm=input_norm, post_norm=post_norm, qkv=qkv, o=o, gate_up=gate_up, down=down,
-        heads=heads, kv_heads=kv_heads, attention_scaling=attention.scaling, borders=borders,
-        head_norms=head_norms_of(attention), has_gate=attention_form.has_gate,
-        interleaved=attention_form.interleaved, multiplier=multiplier,
-        attended_norm=attended_norm, mlp_norm=mlp_norm, activation=activation_of(layer.mlp),
-        dropouts=tuple(read.dropout for read in every),
+        borders=borders, multiplier=multiplier, attended_norm=attended_norm, mlp_norm=mlp_norm,
+        activation=activation_of(layer.mlp), dropouts=tuple(read.dropout for read in every),
+        **_attention_options(layer, qkv),
     )  # fmt: skip
+
+
+def _attention_options(layer: Any, qkv: Bordered) -> dict[str, Any]:
+    """Return the fields of FrozenLayer that concern attention alone."""
+    if has_delta_net(layer):
+        return {}
+    attention = layer.self_attn
+    form = known_form(attention, "Attention")
+    heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
+    return {
+        "heads": heads // 2 if form.has_gate else heads,
+        "kv_heads": kv_heads,
+        "attention_scaling": attention.scaling,
+        "head_norms": head_norms_of(attention),
+        "has_gate": form.has_gate,
+        "interleaved": form.interleaved,
+    }
 
 
 def _others(reads: Sequence[Projection], *norms: Norm | None) -> Others | tuple[()]:
@@ -193,6 +208,8 @@ def _why_not_inputs(
     """Return the reason if the arguments of this call keep the layer from running fused."""
     if (reason := why_not_inputs(mask, past_key_values, options)) is not None:
         return reason
+    if has_delta_net(layer):
+        return why_not_delta_inputs(mask, options)
     if position_embeddings is None:
         return "it was given no position_embeddings"
     return None
@@ -254,7 +271,8 @@ def _forward(
         # inference may be called in any way, with a cache for example
         if torch.is_grad_enabled():
             say_once(layer, reason)
-        if not fused_parts_of(layer.self_attn):  # the class's forward takes no documents
+        # a gated delta net takes a mask [batch, positions]; the class's forward takes no documents
+        if not has_delta_net(layer) and not fused_parts_of(layer.self_attn):
             attention_mask = mask_for_attention(
                 layer.self_attn, attention_mask, hidden_states.dtype
             )
@@ -266,8 +284,10 @@ def _forward(
             past_key_values=past_key_values, use_cache=use_cache,
             position_embeddings=position_embeddings, **options,
         )  # fmt: skip
-    assert position_embeddings is not None
     rows = labelled[1] if labelled is not None and labelled[0] is layer else None
+    if has_delta_net(layer):
+        return _run_delta(layer, reads, hidden_states, attention_mask, rows, options)
+    assert position_embeddings is not None
     scale = q_scale_of(layer.self_attn, {"position_ids": position_ids})
     total = _run(layer, reads, hidden_states, position_embeddings, attention_mask, rows, scale)
     return finished(layer, total, per_layer_input)
@@ -284,10 +304,7 @@ def _run(
     rows: Tensor | None,
     q_scale: Tensor | None,
 ) -> Tensor:
-    if any(read.lora_bias is not None for group in reads for read in group):
-        *trained, frozen = _operands(layer, reads)  # scales it, and autograd saves the scale
-    else:
-        *trained, frozen = once(lambda: _operands(layer, reads), is_small=True)
+    *trained, frozen = _operands_now(layer, reads)
     angles = position_embeddings if turns(layer.self_attn) else (None, None)
     seed = seed_for(hidden_states, *frozen.dropouts)
 
@@ -296,6 +313,22 @@ def _run(
         return DecoderLayer.apply(hidden_states, *angles, mask, *trained, now)
 
     return saving_last(run)
+
+
+@torch.compiler.disable
+def _run_delta(
+    layer: Any, reads: list[list[Projection]], hidden: Tensor, mask: Tensor | None,
+    rows: Tensor | None, options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    *trained, frozen = _operands_now(layer, reads)
+    frozen = frozen._replace(rows=rows, seed=seed_for(hidden, *frozen.dropouts))
+    return run_delta_layer(layer, hidden, mask, trained, frozen, options)
+
+
+def _operands_now(layer: Any, reads: list[list[Projection]]) -> tuple:
+    if any(read.lora_bias is not None for group in reads for read in group):
+        return _operands(layer, reads)  # scales it, and autograd saves the scale
+    return once(lambda: _operands(layer, reads), is_small=True)
 
 
 def _class_forward(layer: Any, parts: frozenset[str], *inputs, **options):

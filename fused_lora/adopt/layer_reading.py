@@ -12,12 +12,13 @@ from fused_mlp.launching import DTYPES
 from .aside import why_unloaded
 from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_sdpa
 from .borders import Border
+from .delta_layer import has_delta_net, why_not_net
 from .families import LayerForm
 from .foreign.forwards import fused_parts_of
 from .four_bit.reading import why_not_alike
 from .known import known_form, why_not_class
 from .mlp import split_gate_up, why_not_activation
-from .projection import Projection, read_projection, why_call
+from .projection import Projection, read_projection, trains_bias, why_call
 from .refusal import Refusal, attempt, refuse
 from .rms_norm import active_norm, why_mixed, why_not_within
 
@@ -26,6 +27,8 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
     """Return the projections of a layer by buffer. Raises a Refusal if it cannot run as one now, on
     such borders."""
     refuse(_why_not_parts(layer))
+    if has_delta_net(layer) and kind.precision:
+        raise Refusal(f"it has a gated delta net, which does not run{kind.precision}")
     norms = [norm.weight for norm in norms_of(layer).values()]
     dtype, device = norms[0].dtype, norms[0].device
     groups = []
@@ -43,7 +46,8 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
             _check_alike(name, read, dtype, device)
             group.append(read)
         groups.append(group)
-    for weight in (*norms, *(head_norms_of(layer.self_attn) or ())[:2]):
+    head_norms = None if has_delta_net(layer) else head_norms_of(layer.self_attn)
+    for weight in (*norms, *(head_norms or ())[:2]):
         if (weight.dtype, weight.device) != (dtype, device):
             raise Refusal(
                 f"its norms are {weight.dtype} on {weight.device} and {dtype} on {device}: make "
@@ -52,6 +56,8 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
     every = [read for group in groups for read in group]
     if len(found := {read.weight.dtype for read in every if read.weight.dtype in DTYPES}) > 1:
         raise Refusal(f"its projections compute in {' and '.join(sorted(map(str, found)))}")
+    if has_delta_net(layer) and any(map(trains_bias, every)):
+        raise Refusal("a bias is trained, which a layer with a gated delta net does not")
     refuse(why_unloaded(layer, every))
     return groups
 
@@ -101,17 +107,31 @@ def base_layers(layer: Any) -> Iterator[Any]:
 
 def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
     """Return, for each of GROUPS, the module that has its projections, and their names."""
-    owners = {"Attention": layer.self_attn, "MLP": layer.mlp}
-    forms = [(owner, known_form(owner, kind)) for kind, owner in owners.items()]
-    return [(owner, names) for owner, form in forms for names in (form.projections, (form.output,))]
+    mlp_form = known_form(layer.mlp, "MLP")
+    if has_delta_net(layer):
+        mixer = layer.linear_attn
+        form = known_form(mixer, "GatedDeltaNet")
+    else:
+        mixer = layer.self_attn
+        form = known_form(mixer, "Attention")
+    return [
+        (owner, names)
+        for owner, form in ((mixer, form), (layer.mlp, mlp_form))
+        for names in (form.projections, (form.output,))
+    ]
 
 
 def parts_and_ranks(
     layer: Any, reads: list[list[Projection]]
 ) -> tuple[list[list[Projection]], list[list[int]]]:
-    """Return the seven projections by buffer, and the largest rank of each one's adapters."""
+    """Return the projections by buffer, and the largest rank of each one's adapters."""
     qkv, o, gate_up, down = reads
-    parts = [split_qkv(layer.self_attn, qkv), o, split_gate_up(gate_up), down]
+    parts = [
+        qkv if has_delta_net(layer) else split_qkv(layer.self_attn, qkv),
+        o,
+        split_gate_up(gate_up),
+        down,
+    ]
     ranks = []
     for of_group, (owner, names) in zip(parts, grouped_projections(layer), strict=True):
         largest = [
@@ -145,12 +165,11 @@ def _why_not_parts(layer: Any) -> str | None:
     reason = why_not_class(layer, "DecoderLayer") or known_form(layer, "DecoderLayer")
     if reason:
         return reason
-    if "self_attn" not in layer._modules:
-        return "it has a gated delta net, no attention: it runs in parts"
     if (reason := why_mixed(layer)) is not None:
         return reason
-    attention, mlp = layer.self_attn, layer.mlp
-    for name, kind in (("self_attn", "Attention"), ("mlp", "MLP")):
+    is_delta, mlp = has_delta_net(layer), layer.mlp
+    kinds = {"mlp": "MLP"} if is_delta else {"self_attn": "Attention", "mlp": "MLP"}
+    for name, kind in kinds.items():
         part = layer._modules[name]
         if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
             return f"{name}: {reason}"
@@ -168,7 +187,10 @@ def _why_not_parts(layer: Any) -> str | None:
             return f"{name}: resid_pdrop is {dropout.p}: load the model with resid_pdrop=0.0"
         if (reason := why_call(dropout)) is not None:
             return f"{name}: {reason}"
-    if (reason := why_not_sdpa(attention) or why_not_head_norms(attention)) is not None:
+    if is_delta:
+        if (reason := why_not_net(layer)) is not None:
+            return reason
+    elif reason := why_not_sdpa(layer.self_attn) or why_not_head_norms(layer.self_attn):
         return f"self_attn: {reason}"
     if (reason := why_not_activation(mlp)) is not None:
         return f"mlp: {reason}"

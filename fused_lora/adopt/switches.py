@@ -48,7 +48,7 @@ LOSS = Site(
     cross_entropy.causal_lms, cross_entropy.read_answered_head, cross_entropy.causal_lm_forward
 )
 FP8_LOSS = LOSS._replace(read=cross_entropy.read_fp8_head)
-LAYER = Site(rms_norm.normed_layers, layer.check_layer, layer.layer_forward)
+LAYER = Site(rms_norm.normed_layers, layer.check_layer, layer.layer_forward, left=lambda slow: slow)
 
 # --- parts ----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ def attention_gradient(grad: Tensor, saved: Saved, grad_qkv: Tensor) -> None:
     grad_qkv [T, out], given that of o's input."""
     frozen, attended = saved.frozen, saved.attended
     heads, kv_heads, positions = frozen.heads, frozen.kv_heads, saved.hidden.shape[1]
-    target, before_gate = grad_qkv, attended.x
+    target, before_gate = grad_qkv, attended.added.x
     if frozen.has_gate:
         assert saved.raw is not None and attended.before_gate is not None
         before_gate = attended.before_gate

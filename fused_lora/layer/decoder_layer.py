@@ -80,11 +80,10 @@ from fused_mlp.utils import refuse_second_derivative, without_autocast
 
 from ..kernels.rows import as_rows, empty_rows
 from ..rerun import has_kept
-from .adapter_sums import AdapterSums, swiglu_gradients
+from .adapter_sums import AdapterSums
 from .attention_gradient import attention_gradient
-from .buffer import Incoming
-from .filling import Adapter
-from .forward import add_attention, add_mlp, new_output, turn
+from .forward import add_attention, add_mlp, turn
+from .gradients import gradient_from_output, gradient_to_input
 from .operands import (
     Adapters,
     Trained,
@@ -93,7 +92,6 @@ from .operands import (
     kinds_of,
     new_gradients,
 )
-from .residual import addend_gradient, needed_rows, norm_backward, spread_rows
 from .saved import Saved, once_as_record, restore, store
 
 
@@ -160,7 +158,7 @@ class DecoderLayer(torch.autograd.Function):
         check_operands(hidden, cos, sin, trained.adapters, frozen)
         frozen = frozen.with_others(trained.others)
         x, positions = as_rows(hidden), hidden.shape[1]
-        qkv_weights, o, gate_up_weights, down = frozen.groups
+        qkv_weights, o = frozen.qkv, frozen.o
         frozen.borders.fill(frozen.groups, trained.adapters)
         dropouts = draw_dropouts(frozen, x.shape[0])
 
@@ -176,23 +174,12 @@ class DecoderLayer(torch.autograd.Function):
             lambda: add_attention(x, raw, qkv, mask, copy, positions, frozen, dropouts.o)
         )
 
-        # from total on, there are the needed rows alone
-        total = attended.total
-        output, sums = new_output(hidden, total, frozen)
-        adds_to_sums = frozen.mlp_norm is None and not down.buffer.adds_beside(dropouts.down)
-        gate_up, m, post_rstd = gate_up_weights.buffer.project_norm(
-            total, frozen.post_norm, gate_up_weights.base_bias, dropouts.gate_up,
-            sums if adds_to_sums else None,
-        )  # fmt: skip
-        z_down, mlp_normed = add_mlp(gate_up, total, sums, frozen, dropouts.down)
-        if frozen.rows is not None and sums is not None:
-            output.view(x.shape).index_copy_(0, frozen.rows, sums)
+        output, mlp = add_mlp(hidden, attended.added.total, frozen, dropouts)
 
         store(ctx, Saved(
             hidden=hidden, cos=cos, sin=sin, mask=mask, n=n, input_rstd=input_rstd, raw=raw,
-            qkv=qkv, attended=attended, m=m, post_rstd=post_rstd, gate_up=gate_up, z_down=z_down,
-            mlp_normed=mlp_normed, frozen=frozen.for_backward(), adapters=trained.adapters,
-            dropouts=dropouts, kinds=kinds_of(trained.others),
+            qkv=qkv, attended=attended, mlp=mlp, frozen=frozen.for_backward(),
+            adapters=trained.adapters, dropouts=dropouts, kinds=kinds_of(trained.others),
         ))  # fmt: skip
         return output
 
@@ -203,112 +190,29 @@ class DecoderLayer(torch.autograd.Function):
         need_hidden, _, _, _, *row, _ = ctx.needs_input_grad
         needed = Trained.from_row(row)
         need = needed.adapters
-        frozen, adapters, dropouts, attended = (
-            saved.frozen, saved.adapters, saved.dropouts, saved.attended
+        frozen, adapters, dropouts, qkv = (
+            saved.frozen, saved.adapters, saved.dropouts, saved.frozen.qkv
         )  # fmt: skip
-        qkv, o, gate_up, down = frozen.groups
         frozen.borders.refill(frozen.groups, adapters)
-        x, rows, total, like = as_rows(saved.hidden), frozen.rows, attended.total, qkv.A
-        width = x.shape[1]
+        x = as_rows(saved.hidden)
         sums = AdapterSums()
         grads = new_gradients(x, saved.kinds, needed.others)
 
         with without_autocast(x):
-            # output = total + down(activation(gate) up)
-            grad = frozen.borders.handover.take(grad_output, down.grad_columns)
-            if grad is None or rows is not None:
-                grad = empty_rows(like, total.shape[0], down.grad_columns)
-                grad[:, :width].copy_(needed_rows(as_rows(grad_output), rows))
-            grad_residual = grad[:, :width]
-            if x.dtype != like.dtype:
-                grad_residual = needed_rows(as_rows(grad_output), rows)
-            if not frozen.adds_mlp_as_it_is:
-                grad = addend_gradient(
-                    grad_residual, frozen.multiplier, saved.mlp_normed, frozen.mlp_norm,
-                    grads.mlp_norm, like, down.grad_columns,
-                )  # fmt: skip
-            down.sum_biases(grad, (grads.down_bias,))
-            grad_hidden, p_down = down.buffer.gradient(Incoming(grad), None, dropouts.down)
-            in_swiglu = swiglu_gradients(
-                saved.gate_up, gate_up, p_down, saved.m.z, adapters, need, dropouts.down
-            )
-            trains_biases = any(one is not None for one in grads.gate_up_biases)
-            grad_gate_up = gate_up.buffer.swiglu_backward(
-                grad_hidden, saved.gate_up, in_swiglu.products, frozen.activation,
-                is_read=dropouts.gate_up is None and not trains_biases,
+            grad_attended, grad_residual, from_o_on = gradient_from_output(
+                grad_output, len(x), saved.attended.added, saved.mlp, frozen, adapters, need,
+                dropouts, grads, sums,
             )  # fmt: skip
-            del grad_hidden  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
-            if trains_biases:
-                assert grad_gate_up.rows is not None
-                gate_up.sum_biases(grad_gate_up.rows, grads.gate_up_biases)
-            grad_normed, pm = gate_up.buffer.gradient(
-                grad_gate_up, saved.m.scales, dropouts.gate_up
-            )
-            del grad_gate_up
-            (down_B,) = sums.add_B(down, (adapters.down,), (need.down,), grad, saved.z_down)
-
-            # gate and up of the norm of total
-            gate_A, up_A = sums.add_A(
-                gate_up, (adapters.gate, adapters.up), (need.gate, need.up), saved.m.x, pm,
-                dropouts.gate_up,
-            )  # fmt: skip
-            grad = empty_rows(like, total.shape[0], o.grad_columns)
-            grad_total = grad[:, :width] if x.dtype == like.dtype else torch.empty_like(total)
-            as_it_is = frozen.adds_attended_as_it_is
-            incoming = o.buffer.norm_backward(
-                grad_normed, grad_residual, total, frozen.post_norm, saved.post_rstd, grad_total,
-                grad, grads.post_norm, is_read=as_it_is and dropouts.o is None,
-            )  # fmt: skip
-            del grad_normed
-            grad_residual = grad_total
-            if not as_it_is:
-                grad = addend_gradient(
-                    grad_residual, frozen.multiplier, attended.normed, frozen.attended_norm,
-                    grads.attended_norm, like, o.grad_columns,
-                )  # fmt: skip
-                incoming = Incoming(grad)
-
-            # total = x + o(attended)
-            o.sum_biases(grad, (grads.o_bias,))
-            grad_attended, pa = o.buffer.gradient(incoming, None, dropouts.o)
-            (o_B,) = sums.add_B(o, (adapters.o,), (need.o,), grad, attended.z)
-            (o_A,) = sums.add_A(
-                o, (adapters.o,), (need.o,), needed_rows(attended.x, rows), pa, dropouts.o
-            )
-            del grad, incoming
-            if rows is not None:
-                sums.compute()  # of as many tokens, and not of all as those that follow
-                grad_attended = spread_rows(grad_attended, rows, x.shape[0])
-                grad_residual = spread_rows(grad_residual, rows, x.shape[0])
-            grad_qkv = empty_rows(like, x.shape[0], qkv.grad_columns)
+            grad_qkv = empty_rows(qkv.A, len(x), qkv.grad_columns)
             attention_gradient(grad_attended, saved, grad_qkv[:, : qkv.out])
             del grad_attended
-
-            # q, k and v of the norm of x
-            qkv.sum_biases(grad_qkv, grads.qkv_biases)
-            pn = grad_x = None
-            if need_hidden or grads.input_norm is not None:
-                grad_normed, pn = qkv.buffer.gradient(
-                    Incoming(grad_qkv), saved.n.scales, dropouts.qkv
-                )
-                # as wide as the layer before takes it over, in whose backward it most likely goes
-                wide = empty_rows(x, x.shape[0], down.grad_columns)
-                norm_backward(
-                    grad_normed, grad_residual, x, frozen.input_norm, saved.input_rstd,
-                    wide[:, :width], grads.input_norm,
-                )  # fmt: skip
-                if x.dtype == like.dtype:
-                    frozen.borders.handover.offer(wide)
-                grad_x = wide[:, :width].view(saved.hidden.shape)
-            elif any(one.A for one in need.qkv):
-                pn = qkv.buffer.adapter_gradient(grad_qkv[:, : qkv.out], saved.n.scales)
-            q_B, k_B, v_B = sums.add_B(qkv, adapters.qkv, need.qkv, grad_qkv, saved.n.z)
-            q_A, k_A, v_A = sums.add_A(qkv, adapters.qkv, need.qkv, saved.n.x, pn, dropouts.qkv)
+            grad_x, (q, k, v) = gradient_to_input(
+                grad_qkv, grad_residual, x, saved.n, saved.input_rstd, frozen, adapters.qkv,
+                need.qkv, need_hidden, dropouts, grads, sums,
+            )  # fmt: skip
             sums.compute()
-        adapter_grads = Adapters(
-            q=Adapter(q_A, q_B), k=Adapter(k_A, k_B), v=Adapter(v_A, v_B), o=Adapter(o_A, o_B),
-            gate=Adapter(gate_A, in_swiglu.gate_B), up=Adapter(up_A, in_swiglu.up_B),
-            down=Adapter(in_swiglu.down_A, down_B),
-        )  # fmt: skip
+        if grad_x is not None:
+            grad_x = grad_x.view(saved.hidden.shape)
+        adapter_grads = Adapters(q, k, v, *from_o_on)
         gradients = Trained(adapter_grads, None if needed.others is None else grads)
         return grad_x, None, None, None, *gradients.row(), None

@@ -11,9 +11,9 @@ from ..kernels.residual import add_normed
 from ..kernels.rows import empty_rows
 from ..rerun import once, takes_away
 from .buffer import Dropout
-from .operands import FrozenLayer
+from .operands import Dropouts, FrozenLayer
 from .residual import Norm, Normed, needed_rows
-from .saved import Attended
+from .saved import Added, Attended, SavedMLP
 
 
 def turn(
@@ -61,6 +61,16 @@ def add_attention(
         attended = gate_forward(before_gate, raw, before_gate.shape[1] // frozen.heads, out)
     else:
         attended, saved, attention = attention_forward(qkv, mask, attention, out)
+    added = add_output(x, attended, extended, copy, frozen, dropout)
+    return Attended(added, saved, attention, before_gate)
+
+
+def add_output(
+    x: Tensor, attended: Tensor, extended: Tensor | None, copy: Tensor | None,
+    frozen: FrozenLayer, dropout: Dropout | None,
+) -> Added:  # fmt: skip
+    """Project by o and add to the residual x, or into its copy. extended: as `Buffer` has it."""
+    o, rows = frozen.o, frozen.rows
     residual, read = needed_rows(x, rows), needed_rows(attended, rows)
     total = copy
     if total is None:
@@ -77,10 +87,28 @@ def add_attention(
         projected = torch.zeros_like(residual)
         z = add(projected, projected)
         normed = _add_normed(residual, projected, frozen.attended_norm, total)
-    return Attended(attended, total, z, normed, saved, attention, before_gate)
+    return Added(attended, total, z, normed)
 
 
-def new_output(hidden: Tensor, total: Tensor, frozen: FrozenLayer) -> tuple[Tensor, Tensor | None]:
+def add_mlp(
+    hidden: Tensor, total: Tensor, frozen: FrozenLayer, dropouts: Dropouts
+) -> tuple[Tensor, SavedMLP]:
+    """Return the layer's output, like its input hidden: total plus the MLP of its norm."""
+    gate_up_weights, down = frozen.gate_up, frozen.down
+    # from total on, there are the needed rows alone
+    output, sums = _new_output(hidden, total, frozen)
+    adds_to_sums = frozen.mlp_norm is None and not down.buffer.adds_beside(dropouts.down)
+    gate_up, m, rstd = gate_up_weights.buffer.project_norm(
+        total, frozen.post_norm, gate_up_weights.base_bias, dropouts.gate_up,
+        sums if adds_to_sums else None,
+    )  # fmt: skip
+    z_down, normed = _add_activated(gate_up, total, sums, frozen, dropouts.down)
+    if frozen.rows is not None and sums is not None:
+        output.view(-1, output.shape[-1]).index_copy_(0, frozen.rows, sums)
+    return output, SavedMLP(m, rstd, gate_up, z_down, normed)
+
+
+def _new_output(hidden: Tensor, total: Tensor, frozen: FrozenLayer) -> tuple[Tensor, Tensor | None]:
     """Return the output, and the rows of it to write, None for none."""
     if not frozen.output_needed:
         return hidden.new_zeros(1).expand(hidden.shape), None
@@ -91,12 +119,12 @@ def new_output(hidden: Tensor, total: Tensor, frozen: FrozenLayer) -> tuple[Tens
     return hidden.new_zeros(hidden.shape), torch.empty_like(total)
 
 
-def add_mlp(
+def _add_activated(
     gate_up: Tensor, total: Tensor, sums: Tensor | None, frozen: FrozenLayer,
     dropout: Dropout | None,
 ) -> tuple[Tensor, Normed | None]:  # fmt: skip
-    """Write total plus the MLP's output into sums, if they are given. Return z of down, and down's
-    output where that is normed."""
+    """Write total plus down of the activated gate_up into sums, if they are given. Return z of
+    down, and down's output where that is normed."""
     down = frozen.down
 
     def add(residual: Tensor, sums: Tensor | None) -> Tensor:

@@ -105,10 +105,10 @@ class FrozenLayer(NamedTuple):
     o: Bordered
     gate_up: Bordered
     down: Bordered
-    heads: int
-    kv_heads: int
-    attention_scaling: float
     borders: Filling
+    heads: int = 0  # 0: it has no attention
+    kv_heads: int = 0
+    attention_scaling: float = 1.0
     head_norms: HeadNorms | None = None  # of q, k and v; None: q and k turn as they are
     has_gate: bool = False  # q's projection gives a gate beside each head (`output_gate.py`)
     interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
@@ -217,7 +217,7 @@ class Dropouts(NamedTuple):
 
 
 def draw_dropouts(frozen: FrozenLayer, tokens: int) -> Dropouts:
-    """Draw the masks of the seven projections' inputs; from o on those of needed tokens alone."""
+    """Draw the masks of the projections' inputs; from o on those of needed tokens alone."""
     if not any(frozen.dropouts):
         return Dropouts()
     needed = tokens if frozen.rows is None else len(frozen.rows)
@@ -229,11 +229,10 @@ def draw_dropouts(frozen: FrozenLayer, tokens: int) -> Dropouts:
     masks = draw_masks(NAME, frozen.seed, frozen.dropouts, rows, columns)
     if masks is None:
         return Dropouts()
-    q, k, v, o, gate, up, down = masks
-    return Dropouts(
-        _dropout(frozen.qkv, (q, k, v)), _dropout(frozen.o, (o,)),
-        _dropout(frozen.gate_up, (gate, up)), _dropout(frozen.down, (down,)),
-    )  # fmt: skip
+    left = iter(masks)
+    return Dropouts(*(
+        _dropout(group, tuple(next(left) for _ in group.out_features)) for group in frozen.groups
+    ))  # fmt: skip
 
 
 def _dropout(group: Bordered, masks: Masks) -> Dropout | None:
@@ -244,30 +243,34 @@ def check_operands(
     hidden: Tensor, cos: Tensor | None, sin: Tensor | None, adapters: Adapters, frozen: FrozenLayer
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
-    qkv = frozen.qkv
-    if hidden.ndim != 3 or hidden.shape[2] != qkv.in_features:
-        raise ValueError(
-            f"{NAME}: hidden is {list(hidden.shape)}, should be [batch, positions, "
-            f"{qkv.in_features}]"
-        )
-    computed = compute_dtype(hidden)
-    if qkv.A.dtype != computed or hidden.dtype not in (computed, torch.float32):
-        raise ValueError(
-            f"{NAME}: hidden is {hidden.dtype}, the buffers {qkv.A.dtype} and the dtype of "
-            f"the computation {computed}: give all one dtype, or use the unfused layer"
-        )
+    check_layer_input(NAME, hidden, frozen.qkv)
     if any(angle is not None and angle.requires_grad for angle in (cos, sin)):
         raise ValueError(
             f"{NAME}: cos or sin requires a gradient, which it would not get: detach them, or use "
             "the unfused layer"
         )
-    _check_adapters("qkv", adapters.qkv, qkv)
-    _check_adapters("o", (adapters.o,), frozen.o)
-    _check_adapters("gate_up", (adapters.gate, adapters.up), frozen.gate_up)
-    _check_adapters("down", (adapters.down,), frozen.down)
+    check_adapters(NAME, "qkv", adapters.qkv, frozen.qkv)
+    check_adapters(NAME, "o", (adapters.o,), frozen.o)
+    check_adapters(NAME, "gate_up", (adapters.gate, adapters.up), frozen.gate_up)
+    check_adapters(NAME, "down", (adapters.down,), frozen.down)
 
 
-def _check_adapters(name: str, adapters: Sequence[Adapter], group: Bordered) -> None:
+def check_layer_input(name: str, hidden: Tensor, group: Bordered) -> None:
+    """Raise ValueError unless hidden is what this group's projections can read."""
+    if hidden.ndim != 3 or hidden.shape[2] != group.in_features:
+        raise ValueError(
+            f"{name}: hidden is {list(hidden.shape)}, should be [batch, positions, "
+            f"{group.in_features}]"
+        )
+    computed = compute_dtype(hidden)
+    if group.A.dtype != computed or hidden.dtype not in (computed, torch.float32):
+        raise ValueError(
+            f"{name}: hidden is {hidden.dtype}, the buffers {group.A.dtype} and the dtype of "
+            f"the computation {computed}: give all one dtype, or use the unfused layer"
+        )
+
+
+def check_adapters(name: str, part: str, adapters: Sequence[Adapter], group: Bordered) -> None:
     """Raise ValueError unless A and B of each projection fit the border."""
     inputs = group.in_features
     sizes = zip(adapters, group.out_features, group.blocks, strict=True)
@@ -275,6 +278,6 @@ def _check_adapters(name: str, adapters: Sequence[Adapter], group: Bordered) -> 
         r = A.shape[0]
         if A.shape != (r, inputs) or B.shape != (out, r) or r > block:
             raise ValueError(
-                f"{NAME}: {name}: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
+                f"{name}: {part}: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
                 f"[r, {inputs}] and [{out}, r] of one r up to {block}"
             )

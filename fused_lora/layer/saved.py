@@ -19,16 +19,32 @@ from .residual import Normed
 Record = TypeVar("Record", bound=tuple)
 
 
-class Attended(NamedTuple):
-    """Attention and its output projection, whose residual sum is `total`."""
+class Added(NamedTuple):
+    """The output projection o, added to the residual."""
 
     x: Tensor  # [T, in of o], what o reads
-    total: Tensor  # [T, hidden]; this and what follows of needed rows alone
+    total: Tensor  # [T, hidden], the sum; this and what follows of needed rows alone
     z: Tensor  # x A' of o
     normed: Normed | None  # what o gave, where that is normed
+
+
+class Attended(NamedTuple):
+    """Attention, and its output projection added to the residual."""
+
+    added: Added
     saved: AttentionSaved
     attention: Attention
-    before_gate: Tensor | None = None  # x before its gate, if it has one
+    before_gate: Tensor | None = None  # what o reads before its gate, if it has one
+
+
+class SavedMLP(NamedTuple):
+    """The MLP between a norm and the residual."""
+
+    m: ProductInput  # what gate and up read
+    rstd: Tensor | None  # of the norm
+    gate_up: Tensor
+    z_down: Tensor  # h A' of down
+    normed: Normed | None  # what down gave, where that is normed
 
 
 class Saved(NamedTuple):
@@ -43,11 +59,7 @@ class Saved(NamedTuple):
     raw: Tensor | None  # [q | k | v] before the norms of heads, if there are any; with gates
     qkv: Tensor
     attended: Attended
-    m: ProductInput  # what gate and up read
-    post_rstd: Tensor | None
-    gate_up: Tensor
-    z_down: Tensor  # h A' of down
-    mlp_normed: Normed | None  # what down gave, where that is normed
+    mlp: SavedMLP
     frozen: FrozenLayer
     adapters: Adapters
     dropouts: Dropouts

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from fused_lora import gated_norm, rms_norm, rope
+from fused_lora import causal_conv, gated_norm, rms_norm, rope
 from fused_lora.kernels import (
     causal_attention,
     causal_attention_backward,
@@ -109,6 +109,12 @@ def launch_parts():
     gated_norm.gated_rms_norm_forward(x, x, weight, 1e-6)
     for trained in (False, True):
         gated_norm.gated_rms_norm_backward(x, x, x, weight, rstd, trained)
+    sizes = 2 * HEAD_DIM, 2 * HEAD_DIM, 4 * HEAD_DIM
+    mixed, taps = empty(BATCH, POSITIONS, sum(sizes)), empty(sum(sizes), 4)
+    grads = causal_conv.causal_conv_forward(mixed, taps, None, sizes)
+    for trained in (False, True):
+        grad = mixed.view(TOKENS, -1)
+        causal_conv.causal_conv_backward(grads, mixed, taps, None, grad, trained)
     q, k = (empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS))
     cos = empty(1, POSITIONS, HEAD_DIM)
     rope.rope(q, k, cos, cos)

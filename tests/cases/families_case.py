@@ -75,6 +75,7 @@ class Family:
     left: the other modules, or parts without any, and what the report says about them.
     functions: how often attention's functions appear in the graph of the loss.
     lora: changes to LoraConfig.
+    in_layers: how often the functions of whole layers appear, if not DecoderLayer for each.
     not_whole: why its layers do not run whole, if they do not. in_parts: why one does not, if
         another does.
     image_token: given if we test the model on an image of four patches.
@@ -88,6 +89,7 @@ class Family:
     others: dict[str, tuple[str, ...]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=lambda: ONE)
+    in_layers: dict[str, int] = field(default_factory=dict)
     lora: dict = field(default_factory=dict)
     not_whole: str = ""
     in_parts: str = ""
@@ -176,20 +178,15 @@ QWEN_3_5_PARTS = {
               "rms_norm": (*USUAL["rms_norm"], "0:linear_attn.norm", "1:self_attn.q_norm",
                            "1:self_attn.k_norm")},
     "functions": {"LoRA_Group": 1, "LoRA_QKV": 1, "LoRA_W": 2, "RoPE": 1},
-    "in_parts": "it has a gated delta net",
+    "in_layers": {"BeforeRecurrence": 1, "AfterRecurrence": 1, "DecoderLayer": 1},
 }  # fmt: skip
 
 
 def slow_parts(tower: str) -> dict[str, str]:
-    """Return what transformers' own code computes here, by its packages that are not installed."""
+    """Return what transformers' own code computes here, if fla is not installed."""
     net = f"base_model.model.{tower}.layers.0.linear_attn"
-    packages = {"recurrence": ("fla", "flash-linear-attention"),
-                "conv1d": ("causal_conv1d", "causal-conv1d")}  # fmt: skip
-    return {
-        f"{net}.{name}": f"in PyTorch: install {distribution}"
-        for name, (package, distribution) in packages.items()
-        if not find_spec(package)
-    }
+    left = {f"{net}.recurrence": "in PyTorch: install flash-linear-attention"}
+    return {} if find_spec("fla") else left
 
 
 # transformers 5.24 takes no sdpa for it, which would not cap its scores

@@ -169,6 +169,18 @@ def make_gated_norm(shape, *, dtype, device, gate_dtype=None):
     return Case({"x": x} | options, gradients[:1])
 
 
+def make_causal_conv(shape, *, dtype, device, taps=4):
+    """q and k have as many channels, v the others."""
+    options = {"dtype": dtype, "device": device}
+    channels = shape[-1]
+    sizes = channels // 4, channels // 4, channels - 2 * (channels // 4)
+    weight = random(channels, taps, seed=1, scale=taps**-0.5, **options)
+    bias = random(channels, seed=2, scale=0.5, **options)
+    inputs = {"x": random(*shape, **options), "weight": weight, "bias": bias, "sizes": sizes}
+    gradients = [random(*shape[:-1], one, seed=3 + i, **options) for i, one in enumerate(sizes)]
+    return Case(inputs, gradients)
+
+
 def make_rope(size, *, dtype, device, angle_dtype=None):
     inputs, gradients = rope_case.make(size, dtype=dtype, device=device, angle_dtype=angle_dtype)
     return Case(dict(zip(("q", "k", "cos", "sin"), inputs, strict=True)), list(gradients))

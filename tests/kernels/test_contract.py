@@ -176,7 +176,7 @@ COMPILED = [
     operation
     for operation in WITH_VALUES
     if not operation.name.startswith(
-        ("LoRA_Attention", "LoRA_Experts", "rms_norm", "add_rms_norm", "gated_rms_norm")
+        ("LoRA_Attention", "LoRA_Experts", "rms_norm", "add_rms_norm", "gated_rms_norm", "causal")
     )
 ]
 

@@ -1,9 +1,8 @@
-"""The recurrence and the convolution of a gated delta net, which stay a library's.
+"""The recurrence of a gated delta net, which stays a library's.
 
-transformers takes those of flash-linear-attention (`fla`) and causal-conv1d if it could import
-them, else its own, which are PyTorch and slower; the recurrence by more than ten times. fla up to
-0.5.2 raises in backward where Triton from 3.4.0 to below 3.7.1 computes it wrong on Hopper, unless
-tilelang computes it.
+transformers takes that of flash-linear-attention (`fla`) if it could import it, else its own, which
+is PyTorch and more than ten times slower. fla up to 0.5.2 raises in backward where Triton from
+3.4.0 to below 3.7.1 computes it wrong on Hopper, unless tilelang computes it.
 """
 
 import sys
@@ -18,43 +17,34 @@ from torch import nn
 from .originals import closure_of, unwrapped
 
 NAME = "torch_chunk_gated_delta_rule"
-NAMES = NAME, "causal_conv1d_fn"
-NOT_INSTALLED = "it is transformers' own, in PyTorch: install {}"
-NOT_IMPORTED = "it is transformers' own, in PyTorch, which could not import {}"
+NOT_INSTALLED = "it is transformers' own, in PyTorch: install flash-linear-attention"
+NOT_IMPORTED = "it is transformers' own, in PyTorch, which could not import flash-linear-attention"
 REFUSES_TRITON = (
     "it is transformers' own, in PyTorch: flash-linear-attention refuses Triton "
     f"{triton.__version__} on Hopper, take 3.7.1"
 )
 
-_chosen: dict[tuple, tuple[Callable, dict[str, str]]] = {}
+_chosen: dict[Callable, tuple[Callable, str]] = {}
 
 
-def delta_rule(net: nn.Module) -> tuple[Callable, dict[str, str]]:
-    """Return the function for the recurrence of a gated delta net, and the reasons if it or the
-    convolution is transformers' own, by name."""
-    functions = tuple(getattr(sys.modules[type(net).__module__], name) for name in NAMES)
+def delta_rule(net: nn.Module) -> tuple[Callable, str]:
+    """Return the function for the recurrence of a gated delta net, and the reason if it is
+    transformers' own."""
+    function = getattr(sys.modules[type(net).__module__], NAME)
     if torch.compiler.is_compiling():  # `fuse` has asked before
-        return _chosen.get(functions, (functions[0], {}))
-    if functions not in _chosen:
-        _chosen[functions] = _choose(*functions)
-    return _chosen[functions]
+        return _chosen.get(function, (function, ""))
+    if function not in _chosen:
+        _chosen[function] = _choose(function)
+    return _chosen[function]
 
 
-def _choose(rule: Any, convolution: Any) -> tuple[Callable, dict[str, str]]:
-    reasons = {
-        "recurrence": _why_own(rule, "fla", "flash-linear-attention"),
-        "conv1d": _why_own(convolution, "causal_conv1d", "causal-conv1d"),
-    }
-    if _home_of(rule) == "fla" and _refuses_triton():
-        rule, reasons["recurrence"] = [*unwrapped(rule)][-1], REFUSES_TRITON
-    return rule, {name: reason for name, reason in reasons.items() if reason}
-
-
-def _why_own(function: Any, package: str, distribution: str) -> str:
-    if _home_of(function) != "transformers":
-        return ""
-    reason = NOT_INSTALLED if find_spec(package) is None else NOT_IMPORTED
-    return reason.format(distribution)
+def _choose(rule: Any) -> tuple[Callable, str]:
+    home = _home_of(rule)
+    if home == "transformers":
+        return rule, NOT_INSTALLED if find_spec("fla") is None else NOT_IMPORTED
+    if home == "fla" and _refuses_triton():
+        return [*unwrapped(rule)][-1], REFUSES_TRITON
+    return rule, ""
 
 
 def _home_of(function: Any) -> str:

@@ -1,0 +1,307 @@
+"""The causal convolution in front of a gated delta net, its SiLU and the split into q, k and v, one
+Triton kernel each way.
+
+Every channel c has its own few weights, one for each of the last taps tokens (4 in Qwen3.5):
+
+    y[t, c] = silu(s[t, c]),    s[t, c] = bias[c] + sum over j of w[c, j] x[t - (taps - 1) + j, c]
+
+with x = 0 before the first token. With d = grad_y silu'(s), and d = 0 behind the last token,
+
+    grad_x[t, c]    = sum over j of w[c, j] d[t + (taps - 1) - j, c]
+    grad_w[c, j]    = sum over t of d[t, c] x[t - (taps - 1) + j, c]
+    grad_bias[c]    = sum over t of d[t, c]
+
+Backward recomputes s from x. A program takes a tile of tokens and channels, and reads the tokens
+around its tile as well, which are in the cache.
+
+Traffic in tensors of x's size: 2 forward (x, y), 3 backward (grad_y, x, grad_x). Where
+causal-conv1d is not installed, transformers transposes, convolves by PyTorch, cuts off the last
+tokens and activates, which moves 6 forward and 14 backward, and PyTorch convolves bf16 slowly.
+Arithmetic is fp32 and rounds once, at the store.
+
+In front of a gated delta net: Yang, Kautz & Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_mlp.launching import cdiv, check_runnable, launch
+from fused_mlp.utils import refuse_second_derivative
+
+from .kernels.activation import activate
+from .kernels.rows import as_rows
+from .kernels.tiling import dots_in_fp32
+
+# 64 channels in bf16 are a line of the L2 cache. With 32 tokens a tile, a thread of backward would
+# take 222 registers instead of 128.
+TOKENS, CHANNELS = 16, 64
+WARPS = 4
+MAX_TAPS = 8  # backward has taps^2 multiplications an element
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convolve each channel with its weights, activate by SiLU, and split into q, k and v.
+
+    Equivalent PyTorch::
+
+        taps = weight.shape[1]
+        padded = F.pad(x.transpose(1, 2), (taps - 1, 0))
+        y = F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight)))
+        y.transpose(1, 2).split(sizes, 2)
+
+    Args:
+        x: [..., positions, channels], bf16, fp16 or fp32. Any strides: it is copied only if its
+            rows are not evenly spaced, or their elements not contiguous.
+        weight: [channels, taps], 1 to 8 taps, in any of these dtypes. Copied unless weight.t() is
+            contiguous, which lets a thread load its channels' weights at once.
+        bias: [channels] likewise, or None.
+        sizes: how many of the channels q, k and v have.
+
+    Returns:
+        q, k and v: new contiguous tensors [..., positions, size] in x's dtype, computed in fp32.
+        Gradients are others, each in the dtype of its tensor. Those of weight and bias are summed
+        in fp32, and only if they require one.
+
+    Saved for backward: x, weight and bias. It writes to no input, incoming gradient or saved
+    tensor. Deterministic. Not twice differentiable. Autocast changes nothing.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or no kernel can run on them.
+        RuntimeError: from backward, under create_graph=True.
+    """
+    return CausalConv.apply(x, weight, bias, sizes)
+
+
+class CausalConv(torch.autograd.Function):
+    """``CausalConv.apply(x, weight, bias, sizes)``; see `causal_conv`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, sizes):
+        ctx.save_for_backward(x, weight, bias)
+        return causal_conv_forward(x, weight, bias, sizes)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_second_derivative("causal_conv", "the unfused convolution")
+        x, weight, bias = ctx.saved_tensors
+        grad_x = x.new_empty(x.shape)
+        need_weights = any(ctx.needs_input_grad[1:3])
+        sums = causal_conv_backward(grads, x, weight, bias, as_rows(grad_x), need_weights)
+        if sums is None:
+            return grad_x, None, None, None
+        grad_weight = sums[:-1].t().contiguous().to(weight.dtype)
+        return grad_x, grad_weight, None if bias is None else sums[-1].to(bias.dtype), None
+
+
+@triton.jit(do_not_specialize=["positions"])
+def _causal_conv_forward_kernel(
+    x_ptr,  # [batch * positions, channels]
+    weight_ptr,  # [TAPS, channels], contiguous
+    bias_ptr,  # [channels], or None
+    q_ptr,  # [batch * positions, q_size], contiguous, written; k and v likewise
+    k_ptr,
+    v_ptr,
+    x_row_stride,
+    positions,
+    q_size,
+    k_size,
+    v_size,
+    TAPS: tl.constexpr,
+    IN_FP32: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    channels = q_size + k_size + v_size
+    first_row, position = _tile(positions, TOKENS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    in_channels = channel < channels
+    total = _bias(bias_ptr, channel, in_channels)
+    for tap in tl.static_range(TAPS):
+        source = position + (tap - (TAPS - 1))
+        mask = (source >= 0) & (source < positions) & in_channels
+        x = tl.load(x_ptr + (first_row + source) * x_row_stride + channel, mask=mask, other=0.0)
+        weight = tl.load(weight_ptr + tap * channels + channel, mask=in_channels, other=0.0)
+        total += weight.to(tl.float32) * x.to(tl.float32)
+    y, _ = activate(total, False, IN_FP32)
+    y = y.to(q_ptr.dtype.element_ty)
+    row, mask = first_row + position, position < positions
+    k_channel, v_channel = channel - q_size, channel - q_size - k_size
+    tl.store(q_ptr + row * q_size + channel, y, mask=mask & (channel < q_size))
+    is_k = (k_channel >= 0) & (k_channel < k_size)
+    tl.store(k_ptr + row * k_size + k_channel, y, mask=mask & is_k)
+    is_v = (v_channel >= 0) & (v_channel < v_size)
+    tl.store(v_ptr + row * v_size + v_channel, y, mask=mask & is_v)
+
+
+@triton.jit(do_not_specialize=["positions"])
+def _causal_conv_backward_kernel(
+    grad_q_ptr,  # [batch * positions, q_size]; of k and v likewise
+    grad_k_ptr,
+    grad_v_ptr,
+    x_ptr,  # [batch * positions, channels]
+    weight_ptr,  # [TAPS, channels], contiguous
+    bias_ptr,  # [channels], or None
+    grad_x_ptr,  # [batch * positions, channels], written
+    partial_ptr,  # [TAPS + 1, programs, channels] fp32, sums of a tile's tokens, written; or None
+    grad_q_row_stride,
+    grad_k_row_stride,
+    grad_v_row_stride,
+    x_row_stride,
+    grad_x_row_stride,
+    positions,
+    q_size,
+    k_size,
+    v_size,
+    TAPS: tl.constexpr,
+    IN_FP32: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    channels = q_size + k_size + v_size
+    first_row, position = _tile(positions, TOKENS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    in_channels = channel < channels
+    k_channel, v_channel = channel - q_size, channel - q_size - k_size
+    is_k = (k_channel >= 0) & (k_channel < k_size)
+    is_v = (v_channel >= 0) & (v_channel < v_size)
+    grad_x = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for ahead in tl.static_range(TAPS):  # the tokens that read this one
+        reader = position + ahead
+        row, in_row = first_row + reader, reader < positions
+        # one of the three, and 0 for the others
+        at = grad_q_ptr + row * grad_q_row_stride + channel
+        grad = tl.load(at, mask=in_row & (channel < q_size), other=0.0).to(tl.float32)
+        at = grad_k_ptr + row * grad_k_row_stride + k_channel
+        grad += tl.load(at, mask=in_row & is_k, other=0.0).to(tl.float32)
+        at = grad_v_ptr + row * grad_v_row_stride + v_channel
+        grad += tl.load(at, mask=in_row & is_v, other=0.0).to(tl.float32)
+        total = _bias(bias_ptr, channel, in_channels)
+        for tap in tl.static_range(TAPS):
+            # ahead + tap in one number: Triton then loads equal sums once
+            source = position + (ahead + tap - (TAPS - 1))
+            mask = (source >= 0) & (source < positions) & in_channels
+            x = tl.load(x_ptr + (first_row + source) * x_row_stride + channel, mask=mask, other=0.0)
+            weight = tl.load(weight_ptr + tap * channels + channel, mask=in_channels, other=0.0)
+            total += weight.to(tl.float32) * x.to(tl.float32)
+        _, slope = activate(total, False, IN_FP32)
+        grad *= slope
+        tap_here = weight_ptr + (TAPS - 1 - ahead) * channels + channel
+        weight = tl.load(tap_here, mask=in_channels, other=0.0)
+        grad_x += weight.to(tl.float32) * grad
+        if partial_ptr is not None and ahead == 0:
+            partial = partial_ptr + tl.program_id(0).to(tl.int64) * channels + channel
+            step = tl.num_programs(0).to(tl.int64) * channels
+            for tap in tl.static_range(TAPS):
+                source = position + (tap - (TAPS - 1))
+                mask = (source >= 0) & (source < positions) & in_channels
+                at = x_ptr + (first_row + source) * x_row_stride + channel
+                x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                tap_sum = tl.sum(grad * x, axis=0)[None, :]
+                tl.store(partial + tap * step, tap_sum, mask=in_channels)
+            bias_sum = tl.sum(grad, axis=0)[None, :]
+            tl.store(partial + TAPS * step, bias_sum, mask=in_channels)
+    at = grad_x_ptr + (first_row + position) * grad_x_row_stride + channel
+    mask = (position < positions) & in_channels
+    tl.store(at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tile(positions, TOKENS: tl.constexpr):
+    """Return the first row of this program's sequence, in int64, and the tile's positions in it."""
+    tiles = tl.cdiv(positions, TOKENS)
+    sequence = tl.program_id(0) // tiles
+    position = (tl.program_id(0) % tiles) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    return sequence.to(tl.int64) * positions, position
+
+
+@triton.jit
+def _bias(bias_ptr, channel, mask):
+    """Return the bias [1, channels] in fp32, 0 without one."""
+    if bias_ptr is None:
+        bias = channel * 0.0
+    else:
+        bias = tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    return bias
+
+
+def causal_conv_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of `causal_conv`."""
+    _check(x, weight, bias, sizes)
+    rows, positions = as_rows(x), x.shape[-2]
+    q, k, v = (x.new_empty(*x.shape[:-1], size) for size in sizes)
+    if grid := _grid(rows, positions):
+        kernel = _causal_conv_forward_kernel
+        launch(
+            kernel, grid, rows, weight.t().contiguous(),
+            bias if bias is None else bias.contiguous(), q, k, v, rows.stride(0), positions,
+            *sizes, weight.shape[1], dots_in_fp32(kernel, x), TOKENS, CHANNELS, num_warps=WARPS,
+        )  # fmt: skip
+    return q, k, v
+
+
+def causal_conv_backward(
+    grads: tuple[Tensor, ...], x: Tensor, weight: Tensor, bias: Tensor | None, grad_x: Tensor,
+    need_weights: bool,
+) -> Tensor | None:  # fmt: skip
+    """Write the gradient of x into grad_x [batch * positions, channels], given those of q, k and v.
+
+    Return the gradients of weight and bias as rows [taps + 1, channels] in fp32, the bias last.
+    None if they are not needed.
+    """
+    rows, positions = as_rows(x), x.shape[-2]
+    channels, taps = weight.shape
+    grad_rows = [as_rows(grad) for grad in grads]
+    grid = _grid(rows, positions)
+    partial = None
+    if need_weights:
+        programs = grid[0] if grid else 0
+        partial = rows.new_empty(taps + 1, programs, channels, dtype=torch.float32)
+    if grid:
+        kernel = _causal_conv_backward_kernel
+        launch(
+            kernel, grid, *grad_rows, rows, weight.t().contiguous(),
+            bias if bias is None else bias.contiguous(), grad_x, partial,
+            *(grad.stride(0) for grad in grad_rows), rows.stride(0), grad_x.stride(0), positions,
+            *(grad.shape[1] for grad in grad_rows), taps, dots_in_fp32(kernel, x), TOKENS,
+            CHANNELS, num_warps=WARPS,
+        )  # fmt: skip
+    return None if partial is None else partial.sum(1)
+
+
+def _grid(rows: Tensor, positions: int) -> tuple[int, ...]:
+    """Return the programs by tokens and by channels, () for none: an empty grid is an error."""
+    if rows.numel() == 0:
+        return ()
+    return len(rows) // positions * cdiv(positions, TOKENS), cdiv(rows.shape[1], CHANNELS)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, int, int]) -> None:
+    """Raise ValueError where shapes, dtypes or devices do not fit together, naming the tensor."""
+    channels = sum(sizes)
+    if min(sizes) < 1:
+        raise ValueError(f"causal_conv: sizes are {list(sizes)}, should be 1 or more each")
+    if x.ndim < 2 or x.shape[-1] != channels:
+        raise ValueError(
+            f"causal_conv: x is {list(x.shape)}, should be [..., positions, {channels}] as sizes "
+            f"are {list(sizes)}"
+        )
+    if weight.ndim != 2 or len(weight) != channels or not 1 <= weight.shape[1] <= MAX_TAPS:
+        raise ValueError(
+            f"causal_conv: weight is {list(weight.shape)}, should be [{channels}, 1 to {MAX_TAPS}]"
+        )
+    if bias is not None and bias.shape != (channels,):
+        raise ValueError(f"causal_conv: bias is {list(bias.shape)}, should be [{channels}]")
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.device != x.device:
+            raise ValueError(
+                f"causal_conv: {name} is on {tensor.device} and x on {x.device}: give both one"
+            )
+        check_runnable("causal_conv", _causal_conv_forward_kernel, tensor)

@@ -1,0 +1,111 @@
+"""A decoder layer with a gated delta net as two autograd functions around its recurrence, compared
+with PEFT's own layer in float64.
+
+In place of the recurrence, which transformers computes in fp32 and which amplifies each rounding,
+stand a few operations on the same tensors. `test_delta_net.py` has the recurrence itself.
+"""
+
+import pytest
+import torch
+from cases.layer_case import assert_layer_right, layer_of, pair, run, tokens
+from contract import LAYOUTS
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from fused_lora.adopt.foreign.delta_rule import NAME
+
+BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
+DTYPES = {
+    "bf16": BF16,
+    "fp32": {"dtype": torch.float32},
+    "fp16": {"dtype": torch.float16, "autocast_adapter_dtype": False},
+    "bf16 with fp32 adapters": {"dtype": torch.bfloat16},
+}
+SIZES = {
+    "num_hidden_layers": 1, "layer_types": ["linear_attention"], "pad_token_id": 0,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10,
+    "linear_value_head_dim": 6,
+}  # fmt: skip
+
+
+def rule(q, k, v, g, beta, **options):
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    repeats = v.shape[2] // q.shape[2]
+    q, k = (one.to(wide).repeat_interleave(repeats, 2) for one in (q, k))
+    scale = (beta.to(wide) * g.to(wide).exp())[..., None]
+    found = v.to(wide) * scale + (q * k + q - k).mean(-1, keepdim=True)
+    return (1.0 + found).to(dtype), None  # the norm that follows would amplify errors of small ones
+
+
+@pytest.fixture(autouse=True)
+def _without_the_recurrence(monkeypatch):
+    monkeypatch.setattr(modeling_qwen3_5, NAME, rule)
+
+
+def layers(device, config=None, **options):
+    options = {"target_modules": "all-linear"} | options
+    config = SIZES | (config or {})
+    fused, plain, done = pair(device, family="Qwen3_5Text", config=config, **options)
+    assert done.counts["layer"] == "1 of 1 layers"
+    assert not done.left
+    return fused, plain
+
+
+def check(device, shape=(2, 5), dtype=torch.float32, mask=None, layouts=None, **options):
+    fused, plain = layers(device, dtype=dtype, **options)
+    assert_layer_right(fused, plain, shape, dtype, mask=mask, **(layouts or {}))
+
+
+@pytest.mark.slow("fp16")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_output_and_gradients_are_within_the_error_budget(dtype, device):
+    check(device, **DTYPES[dtype])
+
+
+OPTIONS = {
+    "as many heads of q as of v": {"config": {"linear_num_key_heads": 4}},
+    "each its own rank and scale": {
+        "rank_pattern": {"in_proj_z": 3, "out_proj": 12}, "alpha_pattern": {"in_proj_qkv": 5}
+    },
+    "adapters on some": {"target_modules": ["in_proj_qkv", "in_proj_a", "down_proj"]},
+    "2 taps": {"config": {"linear_conv_kernel_dim": 2}},
+}  # fmt: skip
+
+
+@pytest.mark.slow("2 taps", "as many heads of q as of v")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_any_rank_scale_and_shape_of_a_layer(name, device):
+    check(device, **BF16, **OPTIONS[name])
+
+
+@pytest.mark.slow("shape0")
+@pytest.mark.parametrize("shape", [(3, 1), (1, 67)])
+def test_any_number_of_tokens(shape, device):
+    check(device, shape)
+
+
+def test_padding_reaches_neither_the_recurrence_nor_the_norm(device):
+    mask = torch.ones(2, 5, dtype=torch.int64, device=device)
+    mask[0, :2] = mask[1, 4:] = 0
+    check(device, mask=mask, **BF16)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "one for all"])
+def test_any_layout_of_the_input_and_the_gradient(layout, device):
+    check(device, layouts={"layout": LAYOUTS[layout], "grad_layout": LAYOUTS[layout]})
+
+
+def test_a_second_backward_through_a_retained_graph_is_right(device):
+    fused, _ = layers(device)
+    layer = layer_of(fused)
+    hidden, grad = tokens((2, 5), torch.float32, device)
+    want = run(fused, hidden, grad)
+    layer.zero_grad()
+    leaf = hidden.clone().requires_grad_()
+    output = layer(leaf, position_embeddings=None)
+    output.backward(grad, retain_graph=True)
+    leaf.grad = None
+    layer.zero_grad()
+    run(fused, hidden + 1, grad)  # fills the borders, and takes what backward leaves for others
+    layer.zero_grad()
+    output.backward(grad)
+    torch.testing.assert_close(leaf.grad, want["hidden"], rtol=0, atol=0)
