@@ -113,7 +113,7 @@ def test_graphs_are_the_eager_steps(name, device, monkeypatch, fp8_in_fp32):
 @pytest.mark.slow("convolutions")
 @pytest.mark.parametrize("name", ["delta nets", "convolutions"])
 def test_a_graphed_step_without_attention_is_the_eager_loop(name, device):
-    """With padding, on which no label depends. A graph keeps it, so its matmuls have other sizes."""
+    """With padding, on which no label depends. Graphs keep it, and matmuls have other sizes."""
     make, fusion, _ = MODELS[name]
     both = steps(make(device), 2**-12, fusion, max_grad_norm=1.0)
     losses = [[one(**chat(seed, device, length=9)) for seed in range(4)] for one in both]
