@@ -12,7 +12,7 @@ from cases.families_case import FAMILIES
 from cases.four_bit_case import quantised
 from cases.fp8_case import CONFIG, FP8
 from cases.fused_case import ALL
-from cases.graph_case import Recorded, held_nodes
+from cases.graph_case import Recorded, captured, chat, held_nodes, steps
 from cases.peft_models import ids
 from cases.reference import relative_error
 
@@ -108,6 +108,17 @@ def test_graphs_are_the_eager_steps(name, device, monkeypatch, fp8_in_fp32):
                     other.copy_(one.sub_(2**-4 * one.grad))
     waits = name == "experts"  # in the reference pass they are transformers' own
     assert graphed.captured == 2 - waits and len(graphed.told) == waits
+
+
+@pytest.mark.slow("convolutions")
+@pytest.mark.parametrize("name", ["delta nets", "convolutions"])
+def test_a_graphed_step_without_attention_is_the_eager_loop(name, device):
+    """With padding, on which no label depends. Graphs keep it, and matmuls have other sizes."""
+    make, fusion, _ = MODELS[name]
+    both = steps(make(device), 2**-12, fusion, max_grad_norm=1.0)
+    losses = [[one(**chat(seed, device, length=9)) for seed in range(4)] for one in both]
+    assert captured(both[0]) == 1
+    torch.testing.assert_close(*map(torch.stack, losses), rtol=1e-5, atol=0)
 
 
 @pytest.mark.slow("whole layers, biases and norms trained")

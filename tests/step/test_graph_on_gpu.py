@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import families_case
 from cases.four_bit_case import prepared, quantised
 from cases.fp8_case import CONFIG
 from cases.fused_case import ALL
@@ -22,7 +23,7 @@ from cases.graph_case import (
     tiny,
 )
 from cases.layer_case import peft_model
-from cases.peft_models import ids
+from cases.peft_models import FAMILIES, ids
 
 from fused_lora import Fusion
 from fused_lora.step.graph import EAGER_CALLS
@@ -52,6 +53,9 @@ FUSED = {
         "Qwen2",
         Fusion(**ALL | {"cross_entropy": False}, layer=True, fp8=True, checkpoint="full"),
     ),
+    "experts": ("Qwen3-MoE", Fusion(**ALL)),
+    "delta nets": ("Qwen3.5", Fusion(**ALL, layer=True, checkpoint="full")),
+    "convolutions": ("LFM2", Fusion(**ALL)),
 }
 
 
@@ -72,7 +76,10 @@ def test_fused_model_is_trained_as_by_the_eager_loop(device, fused, autocast):
     if fusion.fp8 and not autocast:
         pytest.skip("FP8 computes in bf16")
     config = {"pad_token_id": 0} | (CONFIG if fusion.fp8 else {})
-    model = peft_model(device, family, dtype, config, **dict(*lora))
+    if family in (*FAMILIES, "Phi3"):
+        model = peft_model(device, family, dtype, config, **dict(*lora))
+    else:
+        model = families_case.FAMILIES[family].peft_model(device, dtype).train()
     context = partial(torch.autocast, "cuda", torch.bfloat16, enabled=autocast)
     both = steps(model, 2**-12, fusion, autocast=context, max_grad_norm=1.0)
     schedulers = [halving(one.optimizer) for one in both]
