@@ -150,12 +150,13 @@ def other_processes(own: int, gpus: int = 1) -> int | None:
     """Count the processes that compute on the GPU besides `own` of ours, on the busiest of the
     first `gpus`. None: it cannot be read.
 
-    We only count: in a container process ids are not the host's.
+    We only count: in most containers NVML lists the host's process ids, where `own` have others. In
+    some it lists none, not even ours, which tells nothing.
     """
     ask = pynvml.nvmlDeviceGetComputeRunningProcesses
     on_each = [_ask(ask, gpu_handle(number)) for number in range(gpus)]
     counts = [len(processes) for processes in on_each if processes is not None]
-    return max(0, max(counts) - own) if counts else None
+    return max(counts) - own if counts and max(counts) >= own else None
 
 
 def host_launch_us() -> float | None:

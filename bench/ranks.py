@@ -40,9 +40,10 @@ class Ranks:
         return cls(dist.group.WORLD, alone)
 
     def meet(self) -> int:
-        """Wait for the others while the GPU is idle. Return how many train together."""
+        """Wait for the others while the GPU is idle. Return how many of ours compute on each: one.
+        `joined` shows a process one GPU alone."""
         dist.all_reduce(torch.zeros(1))
-        return self.together.size()
+        return 1
 
     def gather(self, own: T) -> list[T]:
         """Return what every process gives, the first GPU's first."""

@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 8 -m bench.sharded --model configs/qwen2.5-32b.json --tokens 4096
 
---base says where base weights lie, and who averages gradients: "sharded" over the ranks (FSDP2),
+--wrapper says where base weights lie, and who averages gradients: "sharded" over the ranks (FSDP2),
 "replicated" on each with sharded adapters (FSDP2), "ddp", or "alone", which averages nothing.
-Weights and tokens are random. No rank ever holds a sharded model whole.
+Tokens are random, and weights too, unless --model is a checkpoint's folder. No rank ever holds a
+sharded model whole: each reads its share of a checkpoint, and quantises one layer at a time.
 """
 
 import argparse
@@ -12,61 +13,117 @@ import gc
 import os
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse
 from fused_lora.step.checkpoint import POLICIES
+from variants import BASES, BF16, NF4
 
 ON_GPU = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 RUNS = ("plain", "fused")
-
-
-def shard(model: Any) -> Any:
-    for layer in model.get_base_model().model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
 
 
 def shard_adapters(model: Any) -> Any:
     return fully_shard(model, ignored_params={p for p in model.parameters() if not p.requires_grad})
 
 
-BASES: dict[str, Callable[[Any], Any]] = {
-    "sharded": shard,
+SHARDED = "sharded"  # by `built_model`
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    SHARDED: lambda model: model,
     "replicated": shard_adapters,
     "ddp": DistributedDataParallel,
     "alone": lambda model: model,
 }
 
 
-def model_without_memory(config: str, lora_rank: int) -> Any:
+# --- a model, and its weights ---------------------------------------------------------------------
+
+
+def model_without_memory(asked: argparse.Namespace) -> Any:
     """Return a PEFT model whose parameters are shapes alone."""
     from accelerate import init_empty_weights
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.integrations import replace_with_bnb_linear
 
-    dtype = torch.bfloat16 if ON_GPU else torch.float32
     with init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(config), dtype=dtype
-        )
+        config = AutoConfig.from_pretrained(asked.model)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
         model.config.use_cache = False
-        lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear")
-        return get_peft_model(model, lora, autocast_adapter_dtype=False).train()
+        if asked.base == NF4:
+            # FSDP2 shards floating point alone
+            quantised = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=DTYPE, bnb_4bit_quant_storage=DTYPE,
+            )  # fmt: skip
+            model = replace_with_bnb_linear(model, ["lm_head"], quantised)
+            model.is_loaded_in_4bit = True
+        rank = asked.lora_rank
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    model.tie_weights()  # a parameter that is set within is a new one
+    return model.train()
+
+
+def built_model(asked: argparse.Namespace, device: torch.device) -> Any:
+    """Return a PEFT model with its weights on the device, or this rank's share of them."""
+    model = model_without_memory(asked)
+    torch.manual_seed(0)  # a layer that is quantised is the same on all ranks
+    for name, layer in model.named_modules():
+        if name.rpartition(".")[0].endswith("model.layers"):
+            if asked.base == NF4:
+                quantise_layer(layer, f"{name}.", asked.model, device)
+            if asked.wrapper == SHARDED:
+                fully_shard(layer)
+    if asked.wrapper == SHARDED:
+        fully_shard(model)
+        torch.manual_seed(dist.get_rank())
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    model.tie_weights()
+    packed = {f"{name}.weight" for name, one in model.named_modules() if is_linear_4bit(one)}
+    fill_weights({n: p for n, p in model.named_parameters() if n not in packed}, asked.model)
+    return model
+
+
+def is_linear_4bit(module: nn.Module) -> bool:
+    return type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer")
+
+
+def quantise_layer(layer: nn.Module, prefix: str, source: str, device: torch.device) -> None:
+    """Give the 4-bit linear layers in a decoder layer their weights. prefix: of their names."""
+    from bitsandbytes.nn import Params4bit
+
+    linears: dict[str, Any] = {n: one for n, one in layer.named_modules() if is_linear_4bit(one)}
+    weights = {
+        f"{prefix}{name}.weight": torch.empty(
+            one.out_features, one.in_features, dtype=DTYPE, device=device
+        )
+        for name, one in linears.items()
+    }
+    fill_weights(weights, source)
+    for one, weight in zip(linears.values(), weights.values(), strict=True):
+        packed: Any = Params4bit(
+            weight, requires_grad=False, quant_type="nf4", quant_storage=DTYPE, module=one
+        )
+        one.weight = packed.to(device)
 
 
 @torch.no_grad()
-def draw_weights(model: Any, device: torch.device) -> None:
-    """Give every parameter memory on the device, of this rank's part alone, and random values."""
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    for name, parameter in model.named_parameters():
+def fill_weights(parameters: dict[str, Tensor], source: str) -> None:
+    """Write random values, or a checkpoint's. Each rank reads its own share of a DTensor."""
+    for name, parameter in parameters.items():
         values = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if "norm" in name:
             values.fill_(1.0)
@@ -74,6 +131,24 @@ def draw_weights(model: Any, device: torch.device) -> None:
             values.zero_()
         else:
             values.normal_(0.0, 0.02)
+    if Path(source).is_dir():
+        base = {
+            name.removeprefix("base_model.model.").replace(".base_layer.", "."): parameter
+            for name, parameter in parameters.items()
+            if ".lora_" not in name
+        }
+        checkpoint.load(base, storage_reader=checkpoint.HuggingFaceStorageReader(source))
+
+
+def save_adapters(model: Any, folder: Path) -> None:
+    """Save them as PEFT does, from one rank. All have to call this."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+
+
+# --- training -------------------------------------------------------------------------------------
 
 
 def report_speed(
@@ -81,7 +156,7 @@ def report_speed(
 ) -> list[float]:
     """Train, and print tokens/s a GPU and peak memory. Return this rank's losses."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    vocabulary = (model.module if asked.base == "ddp" else model).config.vocab_size
+    vocabulary = (model.module if asked.wrapper == "ddp" else model).config.vocab_size
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     shape = asked.batch_size, asked.tokens
     losses, seconds = [], 0.0
@@ -102,8 +177,8 @@ def report_speed(
         tokens_per_s = asked.steps * asked.batch_size * asked.tokens / seconds
         peak_gib = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
         print(
-            f"{name}, {asked.base}: {tokens_per_s:,.0f} tokens/s a GPU, peak {peak_gib:.1f} GiB, "
-            f"loss {found[0]:.4f} to {found[-1]:.4f}",
+            f"{name}, {asked.wrapper}, {asked.base}: {tokens_per_s:,.0f} tokens/s a GPU, "
+            f"peak {peak_gib:.1f} GiB, loss {found[0]:.4f} to {found[-1]:.4f}",
             flush=True,
         )
     return found
@@ -118,8 +193,10 @@ def synchronized_s() -> float:
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="a config.json")
-    parser.add_argument("--base", choices=BASES, default="sharded")
+    parser.add_argument("--model", required=True, help="a config.json, or a checkpoint's folder")
+    parser.add_argument("--base", choices=BASES, default=BF16)
+    parser.add_argument("--wrapper", choices=WRAPPERS, default=SHARDED)
+    parser.add_argument("--out", type=Path, help="a folder for the adapters of the last run")
     parser.add_argument("--checkpoint", choices=POLICIES, default="full")
     parser.add_argument("--checkpoint-gib", type=float, help="for selective")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
@@ -129,7 +206,11 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{size}", type=int, default=usual)
     asked = parser.parse_args(arguments)
     if not Path(asked.model).exists():
-        parser.exit(2, f"--model {asked.model}: no such file; give one of configs/*.json\n")
+        parser.exit(
+            2, f"--model {asked.model}: no such file; give one of configs/*.json, or a folder\n"
+        )
+    if asked.base == NF4 and find_spec("bitsandbytes") is None:
+        parser.exit(2, '--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"\n')
     if "LOCAL_RANK" not in os.environ:
         parser.exit(2, "start it with torchrun --nproc-per-node N -m bench.sharded\n")
     return asked
@@ -144,18 +225,16 @@ def train_each(asked: argparse.Namespace, device: torch.device) -> dict[str, lis
     losses = {}
     for run in asked.runs:
         gc.collect()  # the model before this one
-        torch.manual_seed(dist.get_rank() if asked.base == "sharded" else 0)
-        model = model_without_memory(asked.model, asked.lora_rank)
+        model = built_model(asked, device)
         if run == "plain" and asked.checkpoint != "none":
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
-        if asked.base == "sharded":
-            shard(model)
-        draw_weights(model, device)
         if run == "fused" and (done := fuse(model, fusion)) and dist.get_rank() == 0:
             print(done)
-        wrapped = model if asked.base == "sharded" else BASES[asked.base](model)
+        wrapped = WRAPPERS[asked.wrapper](model)
         losses[run] = report_speed(run, wrapped, asked, device)
+        if asked.out and run == asked.runs[-1]:
+            save_adapters(model, asked.out)
         del model, wrapped
     return losses
 

@@ -152,15 +152,20 @@ def test_the_gpus_that_cuda_sees_are_named_in_its_order(driver, monkeypatch):
 @pytest.mark.parametrize(
     ("there", "own", "others"),
     [
-        (["ours"], 1, 0),
-        (["ours", "another's"], 1, 1),
-        (["another's", "and another's"], 0, 2),
-        ([], 1, 0),  # ours is not listed, as in some containers
+        # what `nvidia-smi --query-compute-apps=pid,gpu_uuid` shows of one GPU
+        ("41230, GPU-5e8f", 1, 0),  # on the host, where ours is 41230
+        ("3118207, GPU-5e8f", 1, 0),  # in a container, where ours is 77
+        ("41230, GPU-5e8f\n50017, GPU-5e8f", 1, 1),
+        ("41230, GPU-5e8f\n50017, GPU-5e8f", 0, 2),
+        ("", 0, 0),
+        ("", 1, None),  # in a container that lists no process, not even ours
+        ("41230, GPU-5e8f", 2, None),
         (NOT_SUPPORTED, 1, None),  # and not zero
     ],
 )
 def test_processes_besides_ours_are_counted(there, own, others, driver):
-    driver.answers["nvmlDeviceGetComputeRunningProcesses"] = there
+    listed = there.splitlines() if isinstance(there, str) else there
+    driver.answers["nvmlDeviceGetComputeRunningProcesses"] = listed
     assert other_processes(own=own) == others
 
 

@@ -23,6 +23,7 @@ from bench import processes as isolated
 from bench import results as store
 from bench.cells import Block
 from bench.experiment import run_experiment
+from bench.ranks import Ranks
 from bench.records import Cell
 from fused_lora.step.graph import EAGER_CALLS
 from models import Graph
@@ -70,6 +71,14 @@ def test_each_gpu_has_rows_of_its_own(tmp_path):
         ]
     tokens = planning.planned_experiment(plan).tokens[16]
     assert tokens.labelled == token_shares(every).labelled
+
+
+def met(rank, device):
+    return Ranks(dist.group.WORLD, None).meet()
+
+
+def test_each_process_is_the_one_of_ours_on_its_gpu():
+    assert on_ranks(2, met) == [1, 1]
 
 
 # --- the trainer on two ---------------------------------------------------------------------------

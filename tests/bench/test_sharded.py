@@ -5,24 +5,94 @@ import os
 import pytest
 import torch
 from cases.ranks import on_ranks
+from cases.reference import relative_error
+from peft import PeftModel
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.options import HERE
-from bench.sharded import parsed, train_each
+from bench.sharded import DTYPE, built_model, parsed, save_adapters, train_each
 
 TINY = str(HERE / "configs" / "tiny.json")
+TOKENS = torch.arange(8)[None]
 
 
-def rehearse(rank, device):
+def asked_of(rank, *more):
     os.environ["LOCAL_RANK"] = str(rank)  # as torchrun does
     sizes = ["--tokens", "4", "--warm-up", "0", "--steps", "1", "--lora-rank", "2"]
-    asked = parsed(["--model", TINY, *sizes])
-    return train_each(asked, torch.device(device))
+    return parsed(["--model", TINY, *sizes, *more])
 
 
-@pytest.mark.slow
-def test_a_model_that_no_rank_holds_whole_trains_fused_as_it_does_plain():
-    for losses in on_ranks(2, rehearse):
+def rehearse(rank, device, base, wrapper):
+    return train_each(asked_of(rank, "--base", base, "--wrapper", wrapper), torch.device(device))
+
+
+@pytest.mark.slow("nf4-sharded")
+@pytest.mark.parametrize(
+    ("base", "wrapper"), [("bf16", "sharded"), ("nf4", "sharded"), ("nf4", "replicated")]
+)
+def test_a_model_trains_fused_as_it_does_plain(base, wrapper):
+    for losses in on_ranks(2, rehearse, base, wrapper):
         assert losses["fused"] == pytest.approx(losses["plain"], rel=1e-2)
+
+
+# --- a checkpoint ---------------------------------------------------------------------------------
+
+
+def peak_bytes(run):
+    """Return what a function returns, and the most bytes of PyTorch's that were held at once."""
+    with MemTracker() as tracker:
+        found = run()
+    by_device = tracker.get_tracker_snapshot("peak")
+    return found, sum(one["Total"] for device, one in by_device.items() if device.type != "meta")
+
+
+def loaded(rank, device, folder, base, out):
+    """Load a checkpoint by shares, set the adapters, compute logits and save."""
+    asked = asked_of(rank, "--model", str(folder), "--base", base)
+    model, peak = peak_bytes(lambda: built_model(asked, torch.device(device)))
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.to_local().normal_(0.0, 5.0)
+    logits = logits_of(model.eval())
+    save_adapters(model, out)
+    return logits, peak
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(input_ids=TOKENS.to(model.device)).logits.float().cpu()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint in shards: 8 layers, and few tokens."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    layers = {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
+    config = AutoConfig.from_pretrained(TINY, vocab_size=64, **layers)
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder, max_shard_size="500KB")
+    assert len([*folder.glob("*.safetensors")]) > 1
+    return folder
+
+
+@pytest.mark.slow("bf16")
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_ranks_load_a_checkpoint_by_shares_and_one_merges_what_they_save(base, saved, tmp_path):
+    first, second = on_ranks(2, loaded, saved, base, tmp_path)
+    assert torch.equal(first[0], second[0])
+    plain = AutoModelForCausalLM.from_pretrained(saved, dtype=DTYPE)
+    whole = sum(p.nbytes for p in plain.parameters())
+    # its half, and of 4 bits also one layer in the dtype that is quantised
+    assert max(first[1], second[1]) < {"bf16": 0.6, "nf4": 0.35}[base] * whole
+    unadapted = logits_of(plain)
+    merged = PeftModel.from_pretrained(plain, tmp_path).merge_and_unload()
+    is_exact = (base, DTYPE) == ("bf16", torch.float32)
+    assert relative_error(logits_of(merged), first[0]) < (1e-4 if is_exact else 0.05)
+    assert relative_error(unadapted, first[0]) > 0.4
 
 
 @pytest.mark.parametrize(("model", "words"), [("nowhere", "no such file"), (TINY, "with torchrun")])
