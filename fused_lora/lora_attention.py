@@ -98,6 +98,9 @@ class LoRA_Attention(torch.autograd.Function):
             q, k, v, mask, is_causal=mask is None, scale=frozen.scaling, enable_gqa=True)
         output = LoRA_W.apply(attended.transpose(1, 2).flatten(2), *adapters[6:], frozen.o)
 
+    A window hides older keys. A sink multiplies what a query of its head attends to by
+    sigmoid(logsumexp of its scores - sink).
+
     Args:
         x: [batch, positions, in], bf16, fp16 or fp32, of any strides, batch 0 included.
         cos, sin: [batch or 1, positions, head_dim or less], as for rope. They get no gradient. If

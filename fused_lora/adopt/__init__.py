@@ -8,6 +8,7 @@ Only this package knows the classes of PEFT and transformers.
     families.py, known.py         the classes we know, and whether they are unpatched
     refusal.py, aside.py          why a module does not run fused; stepping aside and warning
     documents.py                  packed and padded rows
+    sinks.py                      attention with sinks, which transformers runs on no sdpa
     borders.py, fp8/              weights in buffers, as they are and in FP8
     four_bit/                     weights in 4 bits, of whole layers and of parts
     report.py                     the report of what runs fused now

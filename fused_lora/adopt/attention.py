@@ -197,7 +197,9 @@ def self_attention_forward(
             return _run_as_one(
                 attention, [*reads.fit, o], hidden_states, angles, attention_mask, scale
             )
-        reason = why_not_inputs(*call) or why_not_sinks(attention, hidden_states, attention_mask)
+        reason = why_not_inputs(*call)
+        if not torch.compiler.is_compiling():
+            reason = reason or why_not_sinks(attention, hidden_states, attention_mask)
         if reason is not None and torch.is_grad_enabled():  # inference may use anything
             say_once(attention, reason)
     qkv = _run_qkv(attention, reads, hidden_states)

@@ -61,7 +61,7 @@ def decoder_forward(
 
     As in transformers, rows are packed if position_ids restart. The host waits for the device to
     see that, as it does there. In a graph it cannot, so any position_ids count as packed. Attention
-    with sinks gets bounds for every batch (`_bounds_of_rows`).
+    with sinks gets bounds for full rows too (`_bounds_of_rows`).
 
     A call that is given a cache and needs no gradients, as those of generate(), runs unfused. To
     decode one token takes the host as long in parts, and 4-bit weights have faster kernels for it.
@@ -100,26 +100,19 @@ def have_sinks(decoder: Any) -> bool:
 
 
 def _bounds_of_rows(decoder: Any, batch: Tensor, mask: Any) -> Any:
-    """Return documents for a batch [batch, positions, ...]: each row's tokens, and its padding
-    before and after them. Return the mask as it is if attention takes no documents, or if padding
-    lies between tokens. The host waits to see that.
+    """Return documents for a batch [batch, positions, ...] without padding, a row each. Return the
+    mask as it is if there is padding, which the host waits to see, or if attention takes no
+    documents.
 
     Packed rows see each other, as in transformers, whose masks get no positions here.
     """
-    if not (mask is None or _is_of_tokens(mask, batch)) or not takes_documents(decoder, 1):
+    if mask is not None:
+        is_of_tokens = isinstance(mask, Tensor) and mask.shape == batch.shape[:2]
+        if not is_of_tokens or is_capturing(mask):
+            return mask
+    if not takes_documents(decoder, 1) or not (mask is None or bool(mask.all())):
         return mask
-    if mask is None:
-        return _padding_apart(torch.ones(batch.shape[:2], dtype=torch.bool, device=batch.device))
-    if is_capturing(mask) or bool(_is_parted(mask.bool()).any()):
-        return mask
-    return _padding_apart(mask.bool())
-
-
-def _is_of_tokens(mask: Any, batch: Tensor) -> bool:
-    """Return True for a mask that is 1 at tokens and 0 at padding."""
-    return (
-        isinstance(mask, Tensor) and not mask.is_floating_point() and mask.shape == batch.shape[:2]
-    )
+    return _padding_apart(torch.ones(batch.shape[:2], dtype=torch.bool, device=batch.device))
 
 
 def check_not_empty(module: nn.Module, inputs: dict[str, Any]) -> None:

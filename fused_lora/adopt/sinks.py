@@ -55,5 +55,5 @@ def why_not_sinks(attention: Any, hidden: Tensor, mask: Any) -> str | None:
     if not fits_heads(dtype, attention.head_dim):
         return f"with sinks no kernel takes heads of {attention.head_dim} in {dtype}: use bfloat16"
     if not (isinstance(mask, Tensor) and is_documents(mask)):
-        return "its mask is a matrix: with sinks we take padding around rows, if no layer is left"
+        return "its mask is a matrix: with sinks full rows run fused, padded ones with a fused loss"
     return None

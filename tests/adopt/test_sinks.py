@@ -41,6 +41,11 @@ def whole_rows(device):
     return {"input_ids": tokens, "labels": tokens}
 
 
+def masked(device):
+    batch = whole_rows(device)
+    return batch | {"attention_mask": torch.ones_like(batch["labels"])}
+
+
 RECIPES = {  # the first layer's experts alone get an input without a gradient
     "attention": {"target_modules": [*ATTENTION]} | ALONE,
     "all-linear": ALONE,
@@ -67,21 +72,19 @@ def test_checkpointing_attends_again(policy, device):
     assert_trained_as(step(fused, whole_rows(device)), plain, whole_rows(device))
 
 
-@pytest.mark.parametrize(
-    ("side", "fusion"),
-    [("left", NO_LOSS), ("both", NO_LOSS), ("none", NO_LOSS), ("right", PARTS), ("none", PARTS)],
-    ids=lambda one: one if isinstance(one, str) else "loss" if one is PARTS else "no loss",
-)
-def test_padded_batches(side, fusion, device):
-    fused, plain = pair(device, fusion, **ALONE)
-    batch = padded("both" if side == "none" else side, device)
-    if side == "none":
-        batch = whole_rows(device) | {
-            "attention_mask": torch.ones_like(whole_rows(device)["labels"])
-        }
-    got = step(fused, batch)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_run_without_their_padding(side, device):
+    fused, plain = pair(device, **ALONE)
+    got = step(fused, padded(side, device))
     assert got.functions["LoRA_Attention"] == 2
-    assert_trained_as(got, plain, batch)
+    assert_trained_as(got, plain, padded(side, device))
+
+
+def test_a_mask_of_ones_is_none(device):
+    fused, plain = pair(device, NO_LOSS, **ALONE)
+    got = step(fused, masked(device))
+    assert got.functions["LoRA_Attention"] == 2
+    assert_trained_as(got, plain, masked(device))
 
 
 def test_packed_rows_see_each_other_as_in_transformers(device):
@@ -109,28 +112,36 @@ def hook(model):
     attentions(model)[1].v_proj.register_forward_hook(lambda *_: None)
 
 
-def part(batch):
-    batch["attention_mask"][:, 3] = 0
+def left_alone(model):
+    pass
+
+
+def labelled_padding(device):
+    batch = padded("left", device)
+    return batch | {"labels": batch["input_ids"]}
 
 
 REASONS = {
-    "trained sinks": (train_sinks, lambda batch: None, "its sinks are trained"),
-    "a hook in one layer": (hook, lambda batch: None, "its mask is a matrix"),
-    "padding between tokens": (lambda model: None, part, "its mask is a matrix"),
+    "trained sinks": (PARTS, train_sinks, whole_rows, "its sinks are trained"),
+    "a hook in one layer": (PARTS, hook, masked, "its mask is a matrix"),
+    "padding without a fused loss": (
+        NO_LOSS,
+        left_alone,
+        lambda device: padded("right", device),
+        "its mask is a matrix",
+    ),
+    "padding that predicts a label": (PARTS, left_alone, labelled_padding, "its mask is a matrix"),
 }
 
 
 @pytest.mark.parametrize("name", REASONS)
 def test_what_runs_in_parts_says_why(name, device):
-    change, of_batch, reason = REASONS[name]
-    fused, plain = pair(device, NO_LOSS, change, **ALONE)
-    batch = whole_rows(device)
-    batch["attention_mask"] = torch.ones_like(batch["labels"])
-    of_batch(batch)
+    fusion, change, batch_on, reason = REASONS[name]
+    fused, plain = pair(device, fusion, change, **ALONE)
     with pytest.warns(UserWarning, match=reason):
-        got = step(fused, batch)
+        got = step(fused, batch_on(device))
     assert "LoRA_Attention" not in got.functions and "LoRA_QKV" in got.functions
-    assert_trained_as(got, plain, batch)
+    assert_trained_as(got, plain, batch_on(device))
 
 
 def test_other_implementations_are_named(device):
