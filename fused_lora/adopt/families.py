@@ -207,6 +207,8 @@ LFM2_ATTENTION = AttentionForm(
     output="out_proj", norms="heads", norm_names=("q_layernorm", "k_layernorm")
 )
 LFM2_MLP = MLPForm(("w1", "w3"), "", "w2")
+# latent attention's
+LATENTS = MixerForm(("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
 DELTA_OUTPUT = MixerForm(("out_proj",))
 SOFT_CAP = ("softcap", "attn_logit_softcapping")
 
@@ -249,6 +251,12 @@ FAMILIES = (
            norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS, delta_net=DeltaNetForm(),
            gated_norm=GatedNormForm(), mixer=DELTA_OUTPUT,
            names={"Mixer": "Qwen3_5MoeGatedDeltaNet"}),
+    Family("ernie4_5_moe", "Ernie4_5_Moe", AttentionForm(interleaved=True), loss=MIXTURE,
+           experts=EXPERTS),
+    Family("mistral4", "Mistral4", None, experts=EXPERTS, mixer=LATENTS,
+           names={"Mixer": "Mistral4Attention"}),
+    Family("glm4_moe_lite", "Glm4MoeLite", None, experts=EXPERTS, mixer=LATENTS,
+           names={"Mixer": "Glm4MoeLiteAttention"}),
     # its attention has sinks
     Family("gpt_oss", "GptOss", None, None, layer=None, loss=MIXTURE,
            experts=ExpertsForm(is_clamped=True)),
