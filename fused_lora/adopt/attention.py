@@ -161,8 +161,8 @@ def projections_of_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _with_adapters(owner: str, module: nn.Module, *names: str) -> Iterator[tuple[str, nn.Module]]:
     for name in names:
-        projection = module.get_submodule(name)
-        if not _is_without_adapter(projection):  # best left alone
+        projection = module._modules.get(name)  # a class may do without one
+        if projection is not None and not _is_without_adapter(projection):  # best left alone
             yield f"{owner}.{name}", projection
 
 

@@ -214,6 +214,8 @@ LFM2_ATTENTION = AttentionForm(
     output="out_proj", norms="heads", norm_names=("q_layernorm", "k_layernorm")
 )
 LFM2_MLP = MLPForm(("w1", "w3"), "", "w2")
+# latent attention's
+LATENTS = MixerForm(("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
 DELTA_OUTPUT = MixerForm(("out_proj",))
 SINKS = AttentionForm(separates_documents=False, sinks="sinks", shares_angles=True,
                       passes=(*OWN_WINDOW, ("s_aux", "sinks")))  # fmt: skip
@@ -258,6 +260,16 @@ FAMILIES = (
            norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS, delta_net=DeltaNetForm(),
            gated_norm=GatedNormForm(), mixer=DELTA_OUTPUT,
            names={"Mixer": "Qwen3_5MoeGatedDeltaNet"}),
+    Family("qwen3_next", "Qwen3Next", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM,
+           layer=None, loss=MIXTURE, experts=EXPERTS, gated_norm=GatedNormForm(),
+           mixer=MixerForm(("in_proj_qkvz", "in_proj_ba", "out_proj")),
+           names={"Mixer": "Qwen3NextGatedDeltaNet"}),
+    Family("ernie4_5_moe", "Ernie4_5_Moe", AttentionForm(interleaved=True), loss=MIXTURE,
+           experts=EXPERTS),
+    Family("mistral4", "Mistral4", None, experts=EXPERTS, mixer=LATENTS,
+           names={"Mixer": "Mistral4Attention"}),
+    Family("glm4_moe_lite", "Glm4MoeLite", None, experts=EXPERTS, mixer=LATENTS,
+           names={"Mixer": "Glm4MoeLiteAttention"}),
     Family("gpt_oss", "GptOss", SINKS, None, loss=MIXTURE,
            experts=ExpertsForm(is_clamped=True)),
     Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),

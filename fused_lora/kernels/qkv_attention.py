@@ -8,7 +8,7 @@ checkpointing and offloading do not see them. We use the first of these that can
                 sinks or a window
                 cuDNN or FlashAttention, whichever scaled_dot_product_attention itself would use:
                 PyTorch has a pair of calls for each
-                scaled_dot_product_attention, for all else: a mask, head dimensions that it pads
+                scaled_dot_product_attention, for all else: a mask, heads of 512 or that it pads
     backward    `causal_attention_backward.py`, of up to 512 positions, and of what only our
                 forward takes
                 the backend's own
@@ -36,6 +36,9 @@ from .rows import as_rows
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 aten = torch.ops.aten
+
+WIDEST = 256  # head_dim that these two take
+WIDEST_EVERYWHERE = 128  # that they have a backward for on every card
 
 
 class Attention(NamedTuple):
@@ -202,15 +205,18 @@ def _backend_backward(
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> int | None:
     """Return the backend that scaled_dot_product_attention would use, if we call its kernels."""
-    # not every card has a backward for wider heads, narrower ones may be padded, and cuDNN has no
-    # backward for a single position
-    if q.device.type != "cuda" or mask is not None or q.shape[3] % 8 or q.shape[3] > 128:
+    # narrower heads may be padded, and cuDNN has no backward for a single position
+    if q.device.type != "cuda" or mask is not None or q.shape[3] % 8 or q.shape[3] > WIDEST:
         return None
     if q.shape[2] == 1:
         return None
-    choice = torch._fused_sdp_choice(
-        q, k, v, None, 0.0, True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    trains_wide = q.shape[3] > WIDEST_EVERYWHERE and not torch.is_inference_mode_enabled()
+    if trains_wide:  # have the choice look for a backward
+        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    with torch.set_grad_enabled(trains_wide):
+        choice = torch._fused_sdp_choice(
+            q, k, v, None, 0.0, True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return choice if choice in (FLASH, CUDNN) else None
 
 

@@ -13,6 +13,8 @@ from cases.peft_models import ids
 from cases.reference import BUDGET, random, relative_error
 
 from fused_lora import Fusion, fuse, unfuse
+from fused_lora.adopt.layer import read_layer
+from fused_lora.layer.decoder_layer import DecoderLayer
 
 EVERY = pytest.mark.parametrize("name", FAMILIES)
 LAYER = Fusion(layer=True)
@@ -142,6 +144,24 @@ def test_it_is_within_the_error_budget_in_bf16(name, device, pytestconfig):
             assert values.keys() == truth.keys() and len(truth) > 10
             errors += [relative_error(values[one], truth[one]) for one in truth]
     assert statistics.mean(got) <= BUDGET * statistics.mean(eager)
+
+
+def test_a_layer_scales_q_alone_where_q_proj_gives_gates_as_well(device):
+    """No family does both yet. To scale q is to scale the scores."""
+    model = FAMILIES["Qwen3.5"].peft_model(device).train()
+    fuse(model, LAYER)
+    *trained, frozen = read_layer(model.get_submodule("base_model.model.model.layers.1"))
+    hidden = random(1, 6, 32, device=device).requires_grad_()
+
+    def run(**changes):
+        layer = frozen._replace(**changes)
+        output = DecoderLayer.apply(hidden, None, None, None, *trained, layer)
+        return torch.autograd.grad(output.square().sum(), (hidden, trained[0], trained[4]))
+
+    got = run(q_scale=torch.full((1, 6), 2.0, device=device))
+    wanted, unscaled = run(attention_scaling=2.0 * frozen.attention_scaling), run()
+    for one, want, other in zip(got, wanted, unscaled, strict=True):
+        assert relative_error(one, want) < 1e-5 < 1e-3 < relative_error(other, want)
 
 
 @pytest.mark.parametrize("name", ["OLMo 2", "Gemma 3", "Qwen2-MoE"])

@@ -40,6 +40,20 @@ TEXT = {
 TOP_2 = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2,
            "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
            "experts_implementation": "eager"}  # fmt: skip
+LATENT = {
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 THREE_QUARTERS = HALF | {"partial_rotary_factor": 0.75}
@@ -58,7 +72,7 @@ OF_TEXT = (
     "Qwen3_5",
     "Qwen3_5Moe",
 )  # have a configuration without vision
-ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R", "Qwen3_5MoeR",
+ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R", "Qwen3_5MoeR", "Qwen3NextR",
                  "MuseGlimmerTextCentered")  # fmt: skip
 
 
@@ -212,6 +226,24 @@ GEMMA_4_NORMS = (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:], "self_attn
 PER_LAYER = {"rms_norm": ("model.per_layer_projection_norm",)}
 # which PEFT takes for Qwen3-MoE's and Mixtral's gate_proj, up_proj and down_proj
 EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+SHARED_EXPERTS = {"mlp": ("0:mlp", "1:mlp.shared_experts", "1:mlp.experts")}
+LATENT_PARTS = {
+    "fused": SHARED_EXPERTS
+    | {
+        "attention": (
+            "self_attn.q_a_proj",
+            "self_attn.q_b_proj",
+            "self_attn.kv_a_proj_with_mqa",
+            "self_attn.kv_b_proj",
+            "self_attn.o_proj",
+        ),
+        "rms_norm": (*USUAL["rms_norm"], "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"),
+    },
+    "left": {"rope": "it has no attention with q_proj"},
+    "functions": {"LoRA_W": 10},
+    "not_whole": NOT_READ,
+    "lora": EXPERTS,
+}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
     "Llama": Family("Llama"),
@@ -277,6 +309,26 @@ FAMILIES = {
             "not_whole": "Qwen3_5MoeDecoderLayer is not a layer class",
         }, left=slow_parts("model"),
     ),
+    "Qwen3-Next": Family(
+        "Qwen3Next", TOP_2 | QWEN_3_5, lora=EXPERTS,
+        fused=QWEN_3_5_PARTS["fused"] | {
+            "mlp": ("mlp.shared_expert", "mlp.experts"),
+            "attention": ("0:linear_attn.in_proj_qkvz", "0:linear_attn.in_proj_ba",
+                          "0:linear_attn.out_proj", "1:self_attn", "1:self_attn.o_proj"),
+        },
+        functions={"LoRA_QKV": 1, "LoRA_W": 4, "RoPE": 1},
+        not_whole="Qwen3NextDecoderLayer is not a layer class",
+    ),
+    "ERNIE 4.5, mixture": Family(
+        "Ernie4_5_Moe",
+        TOP_2 | {"moe_num_experts": 2, "moe_k": 2, "moe_layer_start_index": 1,
+                 "moe_num_shared_experts": 1},
+        lora=EXPERTS, fused=SHARED_EXPERTS, not_whole=MIXTURE,
+    ),
+    "Mistral 4": Family(
+        "Mistral4", TOP_2 | LATENT | {"rope_parameters": SCALED}, **LATENT_PARTS,
+    ),
+    "GLM-4.7-Flash": Family("Glm4MoeLite", TOP_2 | LATENT, **LATENT_PARTS),
     "gpt-oss": Family(
         "GptOss", TOP_2 | WINDOW | {"head_dim": 32}, lora=EXPERTS, fused={"mlp": ("mlp.experts",)},
         not_whole=MIXTURE, functions=APART if torch.cuda.is_available() else ONE,  # in fp32

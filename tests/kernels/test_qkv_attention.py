@@ -20,6 +20,7 @@ SIZES = {
     "one token": (2, 2, 1, 1, 16),
     "tiles": (2, 4, 2, 40, 32),
     "more than a tile": (1, 2, 1, 70, 32),
+    "heads of 256": (1, 2, 1, 70, 256),
     "a part of each head": (2, 2, 1, 9, 26, 1, 12),
     "a part of each head, tiles": (2, 2, 1, 40, 32, 2, 24),
 }
@@ -154,5 +155,7 @@ def test_the_backend_is_the_one_that_pytorch_would_use(device):
     backends = torch.nn.attention.SDPBackend
     assert backend("GQA", backends.FLASH_ATTENTION) == FLASH
     assert backend("GQA", backends.MATH) is None
+    if torch.cuda.get_device_capability() in ((8, 0), (9, 0)):  # others have no backward for these
+        assert backend("heads of 256", backends.FLASH_ATTENTION) == FLASH
     # cuDNN has no backward for one token
     assert backend("one token", backends.FLASH_ATTENTION) is None
