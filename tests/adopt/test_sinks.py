@@ -55,6 +55,7 @@ RECIPES = {  # the first layer's experts alone get an input without a gradient
 }
 
 
+@pytest.mark.slow("all-linear", "q and v", "everything")
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_run_fused_and_train_as_plain_peft_does(name, device):
     fused, plain = pair(device, **RECIPES[name])
@@ -64,6 +65,7 @@ def test_recipes_run_fused_and_train_as_plain_peft_does(name, device):
     assert_trained_as(got, plain, whole_rows(device))
 
 
+@pytest.mark.slow("full")
 @pytest.mark.parametrize("policy", ["full", "transformers'"])
 def test_checkpointing_attends_again(policy, device):
     fused, plain = pair(device, Fusion(**ALL, checkpoint="full") if policy == "full" else PARTS)
@@ -72,6 +74,7 @@ def test_checkpointing_attends_again(policy, device):
     assert_trained_as(step(fused, whole_rows(device)), plain, whole_rows(device))
 
 
+@pytest.mark.slow("right")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches_run_without_their_padding(side, device):
     fused, plain = pair(device, **ALONE)
@@ -134,6 +137,7 @@ REASONS = {
 }
 
 
+@pytest.mark.slow("a hook in one layer")
 @pytest.mark.parametrize("name", REASONS)
 def test_what_runs_in_parts_says_why(name, device):
     fusion, change, batch_on, reason = REASONS[name]

@@ -58,6 +58,7 @@ def test_all_heads_may_be_normed_together(heads, device):
     assert_right(ATTENTION, case_of(device, norms="together", **HEADS[heads]))
 
 
+@pytest.mark.slow("19")
 @pytest.mark.parametrize("positions", [19, 70])
 def test_sinks_and_a_window(positions, device):
     case = case_of(device, positions, window=6, **HEADS["our own kernels' tiles"])
