@@ -237,6 +237,11 @@ FAMILIES = (
            gated_norm=GatedNormForm(), mixer=DELTA_OUTPUT,
            names={"Mixer": "Qwen3_5MoeGatedDeltaNet"}),
     # its attention has sinks
+    # its gated delta nets run projection by projection
+    Family("qwen3_next", "Qwen3Next", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM,
+           layer=None, loss=MIXTURE, experts=EXPERTS, gated_norm=GatedNormForm(),
+           mixer=MixerForm(("in_proj_qkvz", "in_proj_ba", "out_proj")),
+           names={"Mixer": "Qwen3NextGatedDeltaNet"}),
     Family("gpt_oss", "GptOss", None, None, layer=None, loss=MIXTURE,
            experts=ExpertsForm(is_clamped=True)),
     Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),

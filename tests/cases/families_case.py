@@ -52,7 +52,7 @@ SIGLIP = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
 
 
 OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")  # have a configuration without vision
-ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R", "Qwen3_5MoeR")
+ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R", "Qwen3_5MoeR", "Qwen3NextR")
 
 
 @dataclass(frozen=True)
@@ -269,6 +269,15 @@ FAMILIES = {
             "fused": QWEN_3_5_PARTS["fused"] | {"mlp": ("mlp.shared_expert", "mlp.experts")},
             "not_whole": "Qwen3_5MoeDecoderLayer is not a layer class",
         }, left=slow_parts("model"),
+    ),
+    "Qwen3-Next": Family(
+        "Qwen3Next", TOP_2 | QWEN_3_5, lora=EXPERTS, fused=QWEN_3_5_PARTS["fused"] | {
+            "mlp": ("mlp.shared_expert", "mlp.experts"),
+            "attention": ("0:linear_attn.in_proj_qkvz", "0:linear_attn.in_proj_ba",
+                          "0:linear_attn.out_proj", "1:self_attn", "1:self_attn.o_proj"),
+        },
+        functions={"LoRA_QKV": 1, "LoRA_W": 4, "RoPE": 1},
+        not_whole="Qwen3NextDecoderLayer is not a layer class",
     ),
     "gpt-oss": Family(
         "GptOss", TOP_2 | WINDOW | {"layer_types": ["full_attention"] * 2}, lora=EXPERTS,
