@@ -260,6 +260,7 @@ FAMILIES = (
            norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS, delta_net=DeltaNetForm(),
            gated_norm=GatedNormForm(), mixer=DELTA_OUTPUT,
            names={"Mixer": "Qwen3_5MoeGatedDeltaNet"}),
+    # its gated delta nets run projection by projection
     Family("qwen3_next", "Qwen3Next", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM,
            layer=None, loss=MIXTURE, experts=EXPERTS, gated_norm=GatedNormForm(),
            mixer=MixerForm(("in_proj_qkvz", "in_proj_ba", "out_proj")),

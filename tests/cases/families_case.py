@@ -65,13 +65,8 @@ SIGLIP = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
           "intermediate_size": 48, "image_size": 28, "patch_size": 14}  # fmt: skip
 
 
-OF_TEXT = (
-    "Gemma3",
-    "Gemma4",
-    "Gemma4Unified",
-    "Qwen3_5",
-    "Qwen3_5Moe",
-)  # have a configuration without vision
+# have a configuration without vision
+OF_TEXT = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
 ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R", "Qwen3_5MoeR", "Qwen3NextR",
                  "MuseGlimmerTextCentered")  # fmt: skip
 

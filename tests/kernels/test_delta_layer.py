@@ -7,6 +7,7 @@ stand a few operations on the same tensors. `test_delta_net.py` has the recurren
 
 import pytest
 import torch
+from cases.four_bit_case import dequantised, quantised
 from cases.layer_case import assert_layer_right, layer_of, pair, run, tokens
 from contract import LAYOUTS
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -109,3 +110,23 @@ def test_a_second_backward_through_a_retained_graph_is_right(device):
     layer.zero_grad()
     output.backward(grad)
     torch.testing.assert_close(leaf.grad, want["hidden"], rtol=0, atol=0)
+
+
+def test_on_weights_in_4_bits_it_computes_what_these_stand_for(device):
+    found = []
+    for change in (quantised, lambda base: dequantised(quantised(base))):
+        fused, _ = layers(device, change=change, **BF16)
+        found.append(run(fused, *tokens((2, 5), torch.bfloat16, device)))
+    got, want = found
+    assert got.keys() == want.keys() and "linear_attn.out_proj.lora_A.default.weight" in got
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.gpu
+def test_at_real_sizes_it_is_within_the_error_budget(device):
+    config = {
+        "hidden_size": 512, "intermediate_size": 1536, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    }  # fmt: skip
+    check(device, (3, 515), config=config, **BF16)
