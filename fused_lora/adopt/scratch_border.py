@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdRef
 
 from ..kernels.rows import empty_rows
 from ..layer.buffer import Bordered, Buffer
@@ -63,8 +64,9 @@ def _parameter_of(read: Projection) -> Tensor:
 
 def _places_of(reads: Sequence[Projection], is_gathered: bool) -> tuple:
     if is_gathered:  # to another address each time
-        parameters = [(_parameter_of(read), held_bias(read)) for read in reads]
-        return tuple((id(weight), id(bias), weight.dtype) for weight, bias in parameters)
+        parameters = [one for read in reads for one in (_parameter_of(read), held_bias(read))]
+        # an id could be that of another one, after the first is gone
+        return tuple(one if one is None else (WeakIdRef(one), one.dtype) for one in parameters)
     return tuple(map(_place_of, reads))
 
 

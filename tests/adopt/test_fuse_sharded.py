@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fused_lora import Fusion, fuse, report
+from fused_lora.adopt.projection import Projection
+from fused_lora.adopt.scratch_border import _places_of
 
 RANKS = 2
 EVERYTHING = Fusion(**ALL, layer=True)
@@ -177,6 +179,22 @@ def test_an_order_or_a_mixture_trains_right_or_names_the_call(how):
             assert re.search(words, " ".join(told)), told
             assert "\n" not in told[0]
             assert not errors or max(errors.values()) < 1e-4
+
+
+def test_a_parameter_is_not_taken_for_a_dead_one_with_its_id():
+    def places():
+        weight = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+        reads = [Projection(weight, None, weight, weight, 1.0)]
+        found = _places_of(reads, True)
+        assert found == _places_of(reads, True)
+        return id(weight), found
+
+    before = {}
+    for _ in range(100):
+        identity, found = places()
+        assert before.get(identity) != found
+        before[identity] = found
+    assert len(before) < 100
 
 
 def called_by_itself(rank, device):
