@@ -90,7 +90,7 @@ LEFT = {
 }  # fmt: skip
 
 
-@pytest.mark.slow("DoRA of z", "another activation of the norm")
+@pytest.mark.slow("DoRA of z", "another activation of the norm", "another activation")
 @pytest.mark.parametrize("change", LEFT)
 def test_what_stays_with_peft_is_named_and_the_rest_runs_fused(change, device):
     do, reason, functions = LEFT[change]

@@ -56,7 +56,7 @@ def check(device, shape=(2, 5), dtype=torch.float32, mask=None, layouts=None, **
     assert_layer_right(fused, plain, shape, dtype, mask=mask, **(layouts or {}))
 
 
-@pytest.mark.slow("fp16")
+@pytest.mark.slow("bf16", "bf16 with fp32 adapters")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_and_gradients_are_within_the_error_budget(dtype, device):
     check(device, **DTYPES[dtype])
@@ -72,13 +72,13 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow("2 taps", "as many heads of q as of v")
+@pytest.mark.slow("each its own rank and scale")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_any_rank_scale_and_shape_of_a_layer(name, device):
     check(device, **BF16, **OPTIONS[name])
 
 
-@pytest.mark.slow("shape0")
+@pytest.mark.slow("shape1")
 @pytest.mark.parametrize("shape", [(3, 1), (1, 67)])
 def test_any_number_of_tokens(shape, device):
     check(device, shape)
