@@ -172,6 +172,9 @@ def causal_lm_forward(
         "inputs_embeds": inputs_embeds,
         "use_cache": use_cache,
     }
+    if labels is None and past_key_values is not None and not options.get("fused_lm_head"):
+        given = {name: one for name, one in inputs.items() if one is not None}
+        return class_forward(model, logits_to_keep=logits_to_keep, **given, **options)
     own, output_class = _signature_of(model.__class__)
     inputs = {name: one for name, one in inputs.items() if name in own or one is not None}
     if options.pop("fused_lm_head", False):

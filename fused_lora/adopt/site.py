@@ -25,9 +25,9 @@ from .foreign.forwards import BOUND_TO_THE_MODEL, Owner
 from .foreign.versions import (
     NO_CACHE,
     as_ours,
-    class_forward,
     is_checkpointed,
     is_checkpointed_by_forward,
+    without_checkpointing,
 )
 from .refusal import reason_of
 
@@ -136,8 +136,8 @@ def _with_signature_of(own: Callable) -> Callable:
         if isinstance(self, nn.Module):  # accelerate binds what it wraps in autocast to the model
             raise RuntimeError(BOUND_TO_THE_MODEL)
         layer: Any = self.module
-        if _thread.is_unfused and not torch.compiler.is_compiling():
-            return class_forward(layer, *inputs, **options)
+        if _thread.is_unfused and not torch.compiler.is_compiling():  # for each token of generate()
+            return without_checkpointing(type(layer).forward)(layer, *inputs, **options)
         options = as_ours(options)
         if self.checkpoints and is_checkpointed(layer):
             # like the class's forward; nothing else is hidden from the run that backward repeats

@@ -85,19 +85,25 @@ class _Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def _capturing(recorder):
-    """Record what runs, which sees that it is captured."""
+def seen_as_captured():
+    """Have our code run as in a capture."""
     users = [one for name, one in sys.modules.items() if name.startswith("fused_")]
-    with ExitStack() as stack, recorder:
-        stack.enter_context(patch("torch.cuda.is_current_stream_capturing", return_value=True))
+    with ExitStack() as stack:
         for module in users:
             if getattr(module, "is_capturing", None) is is_capturing:
                 stack.enter_context(patch.object(module, "is_capturing", lambda tensor: True))
+        yield
 
-        def run(kernel, *given, **options):
-            recorder.run_kernel(kernel, *given, **options)
 
-        stack.enter_context(patch.object(InterpretedFunction, "run", run))
+@contextmanager
+def _capturing(recorder):
+    """Record what runs, which sees that it is captured."""
+
+    def run(kernel, *given, **options):
+        recorder.run_kernel(kernel, *given, **options)
+
+    is_on = patch("torch.cuda.is_current_stream_capturing", return_value=True)
+    with seen_as_captured(), is_on, patch.object(InterpretedFunction, "run", run), recorder:
         yield
 
 

@@ -7,6 +7,8 @@ the recurrence of a gated delta net takes as many heads of q and k as of v, from
 """
 
 import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,7 +55,14 @@ def _renamed(options: dict[str, Any], old: str, new: str) -> dict[str, Any]:
 def class_forward(module: nn.Module, *inputs, **options):
     """Run the forward of the module's class without the checkpointing around it: our forward has
     done that."""
-    forward: Any = type(module).forward
+    return _without_checkpointing(type(module).forward)(module, *inputs, **as_named(options))
+
+
+def _without_checkpointing(forward: Any) -> Callable:
     while getattr(getattr(forward, "__code__", None), "co_filename", "") == LAYERS_FILE:
         forward = forward.__wrapped__
-    return forward(module, *inputs, **as_named(options))
+    return forward
+
+
+# What class_forward runs for a class's forward, outside compiled code.
+without_checkpointing = cache(_without_checkpointing)
