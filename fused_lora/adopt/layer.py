@@ -233,7 +233,9 @@ def _why_not_dtypes(layer: Any, hidden: Tensor, stored: torch.dtype) -> str | No
 
 def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inputs, **options):
     """Run a layer as one, or else in parts, which compute all tokens."""
-    named = as_ours(dict(zip(_input_names(type(layer).forward), inputs, strict=False)))
+    named = {}
+    if inputs:
+        named = as_ours(dict(zip(_input_names(type(layer).forward), inputs, strict=False)))
     return _forward(layer, parts, hidden_states, **named, **options)
 
 
