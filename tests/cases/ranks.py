@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 
-def on_ranks(count, body, *arguments):
-    """Return the results of body(rank, device, *arguments), of each rank in order."""
+def on_ranks(count, body, *arguments, fresh=False):
+    """Return the results of body(rank, device, *arguments), of each rank in order. fresh: processes
+    that know nothing of this one."""
     has_gpus = torch.cuda.device_count() >= count
     # a fork starts at once, but CUDA does not survive it
-    method = "spawn" if torch.cuda.is_available() else "fork"
+    method = "spawn" if fresh or torch.cuda.is_available() else "fork"
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(
             _run, (count, has_gpus, folder, body, arguments), count, start_method=method
