@@ -2,10 +2,11 @@
 
     python -m bench.trainers --model configs/qwen2.5-3b.json
 
-SFT packs chats into rows; "padded SFT", DPO and GRPO pad them. Weights are random, chats
-are ours, and all runs see the same ones. Steps are timed by the wall, generation included. A padded
-trainer captures a graph for each of up to eight lengths: give it --warm-up 40. --no-checkpointing
-keeps all activations. Needs trl, and a GPU.
+SFT packs chats into rows; "padded SFT", DPO and GRPO pad them. Weights are random, chats are ours,
+and all runs see the same ones. Each computes its library's own loss, so memory differs by that too.
+Steps are timed by the wall, generation included. A padded trainer captures a graph for each of up
+to eight lengths: give it --warm-up 40. --no-checkpointing keeps all activations. Needs trl, and a
+GPU.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 from batches import read_chats
 from bench import processes
 from bench.options import HERE, Parser
-from bench.weights import Source, materialize, resolve
+from bench.weights import Source, materialize, read_config, resolve
 from models import build, lora_options, nf4_config
 from variants import BASES, BF16, NF4, Lora
 
@@ -34,6 +35,7 @@ RUNS = {
     "DPO": (PLAIN, FUSED, GRAPHED),
     "GRPO": (PLAIN, FUSED, GRAPHED),
 }
+SIZES = {"--warm-up": 5, "--steps": 20, "--batch-size": 4, "--tokens": 1024, "--completion": 128}
 ON_GPU = torch.cuda.is_available()
 LORA = Lora(rank=32, alpha=64)
 
@@ -110,6 +112,9 @@ def trainer_of(
         "per_device_train_batch_size": asked.batch_size, "bf16": ON_GPU, "use_cpu": not ON_GPU,
         "gradient_checkpointing": asked.checkpointing, "save_strategy": "no", "logging_steps": 50,
         "learning_rate": 1e-5, "disable_tqdm": True,
+        # Unsloth has other defaults of its own
+        "gradient_accumulation_steps": 1, "seed": 42, "weight_decay": 0.0, "warmup_steps": 0,
+        "optim": "adamw_torch_fused" if ON_GPU else "adamw_torch",
     }  # fmt: skip
     if kind == "GRPO":
         settings |= {"num_generations": asked.batch_size, "pad_to_multiple_of": 64,
@@ -120,6 +125,7 @@ def trainer_of(
                      "truncation_mode": "keep_end"}  # fmt: skip
     else:
         settings |= {"max_length": asked.tokens, "packing": kind == "SFT"}
+        settings |= {"padding_free": False} if kind == "padded SFT" else {}
     if adapters is not None:
         given["peft_config"] = adapters
     name = kind.split()[-1]
@@ -181,38 +187,42 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def row_of(kind: str, run: str, speed: Speed, first: Speed) -> str:
+def row_of(kind: str, run: str, speed: Speed, plain: Speed | None) -> str:
     """Return a row of the table. Libraries may pack otherwise, so it compares labelled tokens."""
-    if first.tokens_per_s:
-        speedup = speed.tokens_per_s / first.tokens_per_s
+    if plain is None:
+        speedup = "-"
+    elif plain.tokens_per_s:
+        speedup = f"{speed.tokens_per_s / plain.tokens_per_s:.2f}"
     else:
-        speedup = first.ms_per_step / speed.ms_per_step
+        speedup = f"{plain.ms_per_step / speed.ms_per_step:.2f}"
     tokens = f"{speed.tokens_per_s:,.0f}" if speed.tokens_per_s else "-"
     return (
-        f"| {kind} | {run} | {speed.ms_per_step:,.0f} | {tokens} | {speedup:.2f} | "
+        f"| {kind} | {run} | {speed.ms_per_step:,.0f} | {tokens} | {speedup} | "
         f"{speed.peak_gib:.1f} | {speed.loss:.4f} |"
     )
 
 
-def measure_all(asked: argparse.Namespace, source: Source) -> str:
-    """Return the table of all runs. One that fails leaves its error there."""
+def measure_all(asked: argparse.Namespace, checkpoint: Path) -> tuple[str, bool]:
+    """Return the table of all runs, in which failed ones have their error, and True if none did."""
     rows = ["| trainer | run | ms a step | labelled tokens/s | speedup | peak GiB | loss |"]
     rows.append("| --- " * 7 + "|")
+    all_ran = True
     for kind in asked.kinds:
-        first = None
+        plain = None
         for run in (one for one in RUNS[kind] if one in asked.runs):
             said: list[Any] = []
-            ended = processes.run(measure, kind, run, asked, source.folder, on_message=said.append)
+            ended = processes.run(measure, kind, run, asked, checkpoint, on_message=said.append)
             print(*[one for one in said if isinstance(one, str)], sep="\n")
             speed = next((one for one in said if isinstance(one, Speed)), None)
             if speed is None:
+                all_ran = False
                 last_line = (ended.output_tail.splitlines() or [""])[-1]
                 rows.append(f"| {kind} | {run} | {ended.error}: {last_line} | - | - | - | - |")
             else:
-                first = first or speed
-                rows.append(row_of(kind, run, speed, first))
+                plain = speed if run == PLAIN else plain
+                rows.append(row_of(kind, run, speed, plain))
             print(rows[-1], flush=True)
-    return "\n".join(rows)
+    return "\n".join(rows), all_ran
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -224,23 +234,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--base", choices=BASES, default=BF16)
     parser.add_argument("--no-checkpointing", action="store_false", dest="checkpointing")
     parser.add_argument("--cache", type=Path, default=HERE / ".cache")
-    for flag, usual in (("--warm-up", 5), ("--steps", 20), ("--batch-size", 4), ("--tokens", 1024),
-                        ("--completion", 128)):  # fmt: skip
+    for flag, usual in SIZES.items():
         parser.add_argument(flag, type=int, default=usual)
     asked = parser.parse_args(argv)
-    if not ON_GPU:
-        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        print("No GPU: a rehearsal in Triton's interpreter, not a result.")
     try:
-        source = resolve(asked.model, asked.cache.resolve(), seed=0)
+        source = checked(asked)
     except ValueError as error:
         print(f"trainers: {error}", file=sys.stderr)
         return 2
+    if not ON_GPU:
+        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        print("No GPU: a rehearsal in Triton's interpreter, not a result.")
     if not source.is_there():
         print(f"Drawing the weights of {source.name}.", flush=True)
         materialize(source, 0, "cuda" if ON_GPU else "cpu")
-    print(measure_all(asked, source))
-    return 0
+        torch.cuda.empty_cache()  # the runs need it
+    table, all_ran = measure_all(asked, source.folder)
+    print(table)
+    return 0 if all_ran else 1
+
+
+def checked(asked: argparse.Namespace) -> Source:
+    """Return the model to train. Raises ValueError, in one line, if the request makes no sense."""
+    for name in SIZES:
+        if (value := getattr(asked, name.strip("-").replace("-", "_"))) < 1:
+            raise ValueError(f"{name} is {value}: give 1 or more")
+    if not {run for kind in asked.kinds for run in RUNS[kind]} & {*asked.runs}:
+        raise ValueError(f"{UNSLOTH} is timed in SFT and padded SFT: name one, or another run")
+    source = resolve(asked.model, asked.cache.resolve(), seed=0)
+    read_config(source)
+    return source
 
 
 if __name__ == "__main__":

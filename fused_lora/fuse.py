@@ -36,7 +36,7 @@ class Fusion:
     """Switches for the parts of a model to run fused. With all off it is stock PEFT.
 
     mlp: gate, up, SwiGLU or GeGLU and down with their adapters as one function (`fused_mlp`). The
-        experts of a mixture, with their adapters and routing weights, as another
+        experts of a mixture with their routing weights, adapted or not, as another
         (`lora_experts.py`).
     attention: q, k and v with their adapters as one autograd function, o as another. Of a gated
         delta net: its in-projections as one, out_proj as another, around the library's recurrence.

@@ -4,9 +4,7 @@
 layer that cannot run as one runs its other fused parts one by one, and warns once.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
-from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -32,7 +30,7 @@ from .borders import Border, LayerBorders
 from .delta_layer import has_delta_net, run_delta_layer, why_not_delta_inputs, why_slow
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp, is_sharded, may_shard_later
-from .foreign.versions import as_ours, class_forward
+from .foreign.versions import by_name, class_forward
 from .known import known_form
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
@@ -233,16 +231,7 @@ def _why_not_dtypes(layer: Any, hidden: Tensor, stored: torch.dtype) -> str | No
 
 def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inputs, **options):
     """Run a layer as one, or else in parts, which compute all tokens."""
-    named = {}
-    if inputs:
-        named = as_ours(dict(zip(_input_names(type(layer).forward), inputs, strict=False)))
-    return _forward(layer, parts, hidden_states, **named, **options)
-
-
-@cache
-def _input_names(forward: Callable) -> list[str]:
-    """Return the names of a class's inputs after hidden_states."""
-    return list(inspect.signature(forward).parameters)[2:]
+    return _forward(layer, parts, hidden_states, **by_name(layer, inputs), **options)
 
 
 def _forward(

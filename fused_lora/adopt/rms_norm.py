@@ -13,7 +13,7 @@ from fused_mlp.launching import DTYPES
 from ..gated_norm import gated_rms_norm
 from ..rms_norm import add_rms_norm, rms_norm
 from .aside import step_aside
-from .foreign.versions import CACHE, STATES, as_named
+from .foreign.versions import CACHE, STATES, as_named, by_name
 from .known import known_form, why_not_class
 from .projection import CAST, why_call, why_not_plain
 from .refusal import Refusal, attempt, refuse
@@ -138,18 +138,14 @@ def why_mixed(layer: Any) -> str | None:
 
 
 def normed_layer_forward(
-    layer: Any,
-    parts: frozenset[str],
-    hidden_states: Tensor,
-    per_layer_input: Tensor | None = None,
-    **options,
+    layer: Any, parts: frozenset[str], hidden_states: Tensor, *inputs, **options
 ):
     """Run the class's forward, with the residual addition fused into the norm after it."""
+    options = by_name(layer, inputs) | options
     norm, reason = attempt(read_normed_layer, layer, hidden_states.dtype)
     if reason:
-        if per_layer_input is not None:
-            options["per_layer_input"] = per_layer_input
         return step_aside(layer, reason, hidden_states, **options)
+    per_layer_input = options.pop("per_layer_input", None)
     form = known_form(layer, "NormedLayer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else None
 

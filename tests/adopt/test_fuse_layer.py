@@ -44,6 +44,21 @@ def calls(monkeypatch):
 # --- right where it fuses (in every family: test_families.py) -------------------------------------
 
 
+@pytest.mark.parametrize("fusion", [Fusion(layer=True), Fusion(rms_norm=True)])
+def test_a_layer_takes_its_inputs_by_position(fusion, device):
+    fused, plain, _ = pair(device, fusion)
+    hidden = torch.randn(2, 5, plain.config.hidden_size, device=device)
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool, device=device).tril()
+    mask[0, :, 2:, :2] = False
+    angles = plain.get_submodule("base_model.model.model.rotary_emb")(
+        hidden, torch.arange(5, device=device)[None]
+    )
+    outputs = [layer_of(one)(hidden, mask, position_embeddings=angles) for one in (fused, plain)]
+    assert relative_error(*outputs) < 1e-5
+    with pytest.raises(TypeError, match="by position, got 40"):
+        layer_of(fused)(hidden, *[None] * 39)
+
+
 @pytest.mark.slow
 def test_layers_join_every_other_part_in_bf16_where_they_run_again(calls, device):
     fusion = Fusion(**(vars(EVERYTHING) | {"checkpoint": "full"}))

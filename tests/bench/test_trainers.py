@@ -16,7 +16,7 @@ def test_each_run_has_a_process_and_one_that_fails_leaves_its_error_in_the_table
     model = str(trainers.HERE / "configs" / "tiny.json")
     asked = ["--model", model, "--kinds", "SFT", "--cache", str(tmp_path), *SIZES]
     runs = [trainers.PLAIN, trainers.UNSLOTH, trainers.GRAPHED]
-    assert trainers.main([*asked, "--runs", *runs]) == 0
+    assert trainers.main([*asked, "--runs", *runs]) == 1
     printed = capsys.readouterr().out
     assert "layer: 2 of 2 layers fused" in printed
     assert "all steps run eagerly: the model is on cpu" in printed
@@ -25,4 +25,18 @@ def test_each_run_has_a_process_and_one_that_fails_leaves_its_error_in_the_table
     plain, unsloth, graphed = rows
     assert "No module named 'unsloth'" in unsloth["ms a step"]
     assert float(graphed["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-4)
+    assert unsloth["speedup"] == "-" and plain["speedup"] == "1.00"
     assert float(plain["loss"]) > 1 and graphed["labelled tokens/s"] != "-"
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--warm-up", "0"], "--warm-up is 0: give 1 or more"),
+        (["--model", "nowhere.json"], "no such file"),
+        (["--kinds", "DPO", "--runs", trainers.UNSLOTH], "Unsloth is timed in SFT"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(asked, words, capsys):
+    assert trainers.main(asked) == 2
+    assert words in capsys.readouterr().err

@@ -7,7 +7,7 @@ the recurrence of a gated delta net takes as many heads of q and k as of v, from
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -44,6 +44,26 @@ def as_ours(options: dict[str, Any]) -> dict[str, Any]:
 def as_named(options: dict[str, Any]) -> dict[str, Any]:
     """Rename options of a forward to transformers' names."""
     return _renamed(options, CACHE, "cache")
+
+
+def by_name(module: nn.Module, inputs: Sequence[Any]) -> dict[str, Any]:
+    """Return inputs of a module's forward that follow the first, by our functions' names."""
+    if not inputs:
+        return {}
+    names = _input_names(type(module).forward)
+    if len(inputs) > len(names):
+        raise TypeError(
+            f"{type(module).__name__} takes {1 + len(names)} inputs by position, got "
+            f"{1 + len(inputs)}"
+        )
+    return as_ours(dict(zip(names, inputs, strict=False)))
+
+
+@cache
+def _input_names(forward: Callable) -> list[str]:
+    """Return the names of a forward's inputs, after the first, that may be given by position."""
+    every = inspect.signature(forward).parameters.values()
+    return [one.name for one in every if one.kind is one.POSITIONAL_OR_KEYWORD][2:]
 
 
 def _renamed(options: dict[str, Any], old: str, new: str) -> dict[str, Any]:
