@@ -25,9 +25,9 @@ from .attend import (
     turns,
     why_not_turned,
 )
-from .families import AttentionForm
 from .foreign.forwards import fused_parts_of
 from .foreign.originals import is_builtin, why_replaced
+from .forms import AttentionForm
 from .four_bit.parts import why_not_input, written
 from .four_bit.reading import is_4bit
 from .known import known_form, why_not_class

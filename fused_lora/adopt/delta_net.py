@@ -13,10 +13,10 @@ from ..causal_conv import MAX_TAPS, causal_conv
 from ..lora_group import FrozenGroup, LoRA_Group
 from .aside import say_left, step_aside
 from .attention import NO_CACHE_IN_TRAINING
-from .families import DeltaNetForm
 from .foreign.delta_rule import NAME, delta_rule
 from .foreign.originals import why_replaced
 from .foreign.versions import CACHE, RULE_REPEATS_HEADS, STATES, class_forward
+from .forms import DeltaNetForm
 from .four_bit.parts import why_not_input, written
 from .known import known_form, why_not_class
 from .linear import (

@@ -20,9 +20,9 @@ from ..kernels.routed_rows import SWIGLU, ClampedGate
 from ..lora_experts import FrozenExperts, LoRA_Experts, why_not_sizes
 from ..rerun import saving_last
 from .aside import step_aside
-from .families import ExpertsForm
 from .foreign.forwards import why_not_own_forward
 from .foreign.originals import why_not, why_patched
+from .forms import ExpertsForm
 from .known import known_form, why_not_class
 from .mlp import why_not_one_of
 from .projection import BASE_IS_TRAINED, active_adapter, why_call, why_not_plain

@@ -13,8 +13,8 @@ from .aside import why_unloaded
 from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_sdpa
 from .borders import Border
 from .delta_layer import has_delta_net, why_not_net
-from .families import LayerForm
 from .foreign.forwards import fused_parts_of
+from .forms import LayerForm
 from .four_bit.reading import why_not_alike
 from .known import known_form, why_not_class
 from .mlp import split_gate_up, why_not_activation

@@ -13,8 +13,8 @@ from fused_mlp.utils import ACTIVATIONS
 
 from ..rerun import saving_last
 from .aside import say_left, step_aside
-from .families import MLPForm
 from .foreign.originals import is_builtin
+from .forms import MLPForm
 from .four_bit.parts import why_not_input, written
 from .known import known_form, why_not_class
 from .linear import Reads, read_projections, run_alone, traced_if_possible

@@ -1,0 +1,155 @@
+"""What a class computes, in the words that the forwards of this folder read.
+
+A form's fields name the attributes and modules of a class. Anything that a form does not mention
+works as in Llama. `families.py` says which class has which form.
+"""
+
+from typing import NamedTuple
+
+
+class AttentionForm(NamedTuple):
+    """An attention: q, k and v from its input, RoPE, attention, o.
+
+    projections: its layers for q, k and v. If there is only one, its outputs hold all three side
+        by side.
+    output: its layer for o.
+    norms: the norms of q and k act on "heads" or on all "features"; "" if there are none.
+    norm_names: the names of these two.
+    turns: the attribute that says whether this layer rotates q and k at all: true or "rope". It
+        rotates as many features of each head as there are angles.
+    interleaved: RoPE pairs neighbours of a head, not its halves.
+    has_gate: q_proj gives q and a gate for each head. The gate's sigmoid multiplies what o gets.
+    shares_kv: v has a norm too, k may be v's input as well, and a layer may take k and v from an
+        earlier one, as in Gemma 4.
+    separates_documents: transformers' masks separate the documents of packed rows.
+    scales_q: it multiplies q by a scale that grows with the position, as Llama 4 does.
+    sinks: the attribute with one more score for each head's softmax, whose value is 0; "": none.
+        sliding_window is then its window, None for none.
+    shares_angles: cos and sin hold the angles of one half, which the other shares.
+    passes: options of the attention function, each with the attribute passed for it. Transformers'
+        sdpa reads no softcap, so fused attention caps no scores either.
+    """
+
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
+    norms: str = ""
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    turns: str = ""
+    interleaved: bool = False
+    has_gate: bool = False
+    shares_kv: bool = False
+    separates_documents: bool = True
+    scales_q: bool = False
+    sinks: str = ""
+    shares_angles: bool = False
+    passes: tuple[tuple[str, str], ...] = ()
+
+
+class MLPForm(NamedTuple):
+    """An MLP: down(activation(gate(x)) * up(x)).
+
+    projections: its layers for gate and up, one or two, as for attention.
+    activation: the attribute that holds the activation; "": it calls F.silu.
+    output: its layer for down.
+    """
+
+    projections: tuple[str, ...] = ("gate_proj", "up_proj")
+    activation: str = "act_fn"
+    output: str = "down_proj"
+
+
+class MixerForm(NamedTuple):
+    """A convolution or a recurrence instead of attention. It stays the library's.
+
+    projections: the linear layers of it that run fused, each as a function on its own.
+    """
+
+    projections: tuple[str, ...] = ("in_proj", "out_proj")
+
+
+class ExpertsForm(NamedTuple):
+    """The experts of a mixture: down(activation(gate(x)) * up(x)) each, of gate_up_proj [experts,
+    2 intermediate, hidden] and down_proj, and a sum by routing weights.
+
+    activation: the attribute that holds the activation.
+    is_clamped: it computes as gpt-oss, with biases and a clamped gate. gate_up_proj is [experts,
+        hidden, 2 intermediate], and gate and up take turns in its columns.
+    """
+
+    activation: str = "act_fn"
+    is_clamped: bool = False
+
+
+class NormForm(NamedTuple):
+    """An RMSNorm: x / rms(x) times its weight, or times 1 + weight if zero_centered.
+
+    eps: the attribute that holds it.
+    """
+
+    zero_centered: bool = False
+    eps: str = "variance_epsilon"
+
+
+class DeltaNetForm(NamedTuple):
+    """A gated delta net: in-projections, a causal convolution of [q | k | v], the recurrence on q,
+    k, v, sigmoid(b) and -exp(A_log) softplus(a + dt_bias), its norm with the gate z, out_proj.
+
+    projections: its layers for [q | k | v], z, b and a, which run as one.
+    output: its layer behind the norm, in parts a Mixer's.
+    """
+
+    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    output: str = "out_proj"
+
+
+class GatedNormForm(NamedTuple):
+    """An RMSNorm of its first input, times the activation of its second: x / rms(x) * weight *
+    silu(gate).
+
+    eps, activation: the attributes that hold them.
+    """
+
+    eps: str = "variance_epsilon"
+    activation: str = "activation"
+
+
+class LayerForm(NamedTuple):
+    """A decoder layer:
+
+        total = x + m after_attention(attention(before_attention(x)))
+        output = total + m after_mlp(mlp(before_mlp(total)))
+
+    The names are modules, "" for none. m is the attribute `multiplier`; "" means 1. All modules are
+    norms, except that with has_dropout those after attention and the MLP are nn.Dropout.
+
+    In Gemma 4, each of these is an attribute of a layer, "" for none:
+    own_input: the width of per_layer_input, 0 for none. After the MLP the layer adds
+        post_per_layer_input_norm(per_layer_projection(act_fn(per_layer_input_gate(total)) *
+        per_layer_input)).
+    scale: multiplies its output.
+    mixture: true if it adds a mixture of experts to its MLP.
+    """
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+    multiplier: str = ""
+    has_dropout: bool = False
+    own_input: str = ""
+    scale: str = ""
+    mixture: str = ""
+
+
+class LossForm(NamedTuple):
+    """A causal language model's loss, from lm_head's logits.
+
+    divided_by, multiplied_by, capped_by: attributes of the text's config that scale or soft-cap
+        the logits.
+    has_router: its decoder is a mixture of experts, and may add its routers' loss.
+    """
+
+    divided_by: str = ""
+    multiplied_by: str = ""
+    capped_by: str = ""
+    has_router: bool = False
