@@ -39,7 +39,7 @@ KIND_BY_NAME = [
         ("norm", r"rms_?norm|layer_?norm|_add_normed|_norm_codes|_norm_backward|rsqrt|meanops"),
         (
             "activation",
-            r"swiglu|geglu|silu|gelu|sigmoid|_fg_kernel|_dwf_dw_dfg_kernel|_guess|_repair|_output_gate",
+            r"swiglu|geglu|silu|gelu|sigmoid|_fg_kernel|_dwf_dw_dfg_kernel|_guess|_repair|_output_gate|causal_conv",
         ),
         ("rope", r"rope|rotary|cos_kernel|sin_kernel"),
         (
