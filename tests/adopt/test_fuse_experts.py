@@ -24,9 +24,9 @@ EXPERTS = {"target_modules": ["q_proj"], "target_parameters": [GATE_UP, DOWN]}
 MANY = {"num_experts": 16, "num_local_experts": 16, "experts_implementation": "grouped_mm"}
 
 
-def moe_model(device, dtype=torch.float32, config=None, **lora):
+def moe_model(device, dtype=torch.float32, config=None, classes="Qwen3Moe", **lora):
     family = FAMILIES["Qwen3-MoE"]
-    family = replace(family, config=family.config | MANY | (config or {}))
+    family = replace(family, classes=classes, config=family.config | MANY | (config or {}))
     return family.peft_model(device, dtype, **lora).train()
 
 
@@ -60,9 +60,9 @@ def test_it_trains_as_plain_peft_does(name, device):
     got, want = (step(model, length=5) for model in (fused, plain))
     assert got.functions == {"LoRA_Experts": 2} and not want.functions
     assert_close(got, want, 1e-4)
-    for name, A in want.items():
-        if "experts" in name and "lora_A" in name:
-            assert not A.view(16, -1).any(dim=1).all()  # an expert had no tokens
+    by_expert = [A.view(16, -1) for at, A in want.items() if "experts" in at and "lora_A" in at]
+    assert bool(by_expert) is (name != "frozen")
+    assert not any(A.any(dim=1).all() for A in by_expert)  # an expert had no tokens
     assert set(everywhere("mlp.experts")) < set(unfuse(fused))
     assert functions_of(loss_of(fused)) == {}
 
@@ -175,10 +175,17 @@ def test_experts_that_may_not_be_fused_run_as_peft_has_them(name, device):
     assert relative_error(got.logits, plain(input_ids=ids(device)[:, :5]).logits) < 1e-5
 
 
-def test_a_mixture_that_cannot_run_fused_says_why(device):
-    config = {"moe_intermediate_size": 12, "experts_implementation": "eager"}
-    with pytest.raises(ValueError, match="its sizes are 32 and 12, not multiples of 8"):
-        fuse(moe_model(device, config=config), MLP_ON)
+@pytest.mark.parametrize(
+    ("classes", "config", "lora", "reason"),
+    [
+        ("Qwen3Moe", {"moe_intermediate_size": 12}, {}, "its sizes are 32 and 12, not multiples"),
+        ("Olmoe", {}, FROZEN, "and no experts that we know"),
+    ],
+)
+def test_a_mixture_that_cannot_run_fused_says_why(classes, config, lora, reason, device):
+    config = config | {"experts_implementation": "eager"}
+    with pytest.raises(ValueError, match=reason):
+        fuse(moe_model(device, config=config, classes=classes, **lora), MLP_ON)
 
 
 def test_a_patched_class_is_left_alone(monkeypatch, device):

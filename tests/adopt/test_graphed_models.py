@@ -41,8 +41,8 @@ def qwen2(device, **options):
     return layer_case.peft_model(device, **{"config": {"num_hidden_layers": 1}} | options)
 
 
-def family(name):
-    return lambda device: FAMILIES[name].peft_model(device).train()
+def family(name, dtype=torch.float32):
+    return lambda device: FAMILIES[name].peft_model(device, dtype).train()
 
 
 MODELS = {
@@ -50,7 +50,8 @@ MODELS = {
     "4 bits": (qwen2, Fusion(layer=True), {"change": quantised}),
     "4 bits, parts": (qwen2, PARTS, {"change": quantised}),
     "FP8": (qwen2, FP8, {"config": CONFIG}),
-    "experts": (family("Qwen3-MoE"), Fusion(**ALL, checkpoint="full"), {}),
+    # in fp32 a GPU's grouped matmuls wait for the host
+    "experts": (family("Qwen3-MoE", torch.bfloat16), Fusion(**ALL, checkpoint="full"), {}),
     "delta nets": (family("Qwen3.5"), Fusion(**ALL, layer=True), {}),
     "convolutions": (family("LFM2"), PARTS, {}),
 }
@@ -113,8 +114,7 @@ def test_graphs_are_the_eager_steps(name, device, monkeypatch, fp8_in_fp32):
             for one, other in zip(trained_in(decoder), trained_in(_decoder_in(twin)), strict=True):
                 if one.grad is not None:
                     other.copy_(one.sub_(2**-4 * one.grad))
-    waits = name == "experts"  # in the reference pass they are transformers' own
-    assert graphed.captured == 2 - waits and len(graphed.told) == waits
+    assert graphed.captured == 2 and not graphed.told
 
 
 @pytest.mark.slow("convolutions")

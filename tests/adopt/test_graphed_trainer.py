@@ -31,7 +31,7 @@ from fused_lora.adopt.graphed_trainer import (
 )
 from fused_lora.adopt.layer import borders_of
 from fused_lora.kernels.documents import is_documents
-from fused_lora.kernels.qkv_attention import WITHOUT_CUDNN
+from fused_lora.kernels.qkv_attention import CUDNN, WITHOUT_CUDNN
 from fused_lora.step.graphed_module import GraphedModule
 
 # 13 rows make seven batches an epoch. The last has one row and gets its own update.
@@ -341,12 +341,20 @@ def test_a_fused_model_in_graphed_steps(kind, bf16, checkpoint, weights, tmp_pat
 def test_other_attention_kernels_train_otherwise_in_fp8(tmp_path, device):
     """Two eager runs, whose sizes are the same. If they are alike, attention is not the reason why
     graphs differed from eager steps."""
+    q = torch.zeros(4, 2, 8, FP8_CONFIG["head_dim"], dtype=torch.bfloat16, device=device)
+    mask = torch.ones(4, 1, 8, 8, dtype=torch.bool, device=device)
+    if torch._fused_sdp_choice(q, q, q, mask) != CUDNN:
+        pytest.skip("with a mask PyTorch's attention is not cuDNN's here")
     plain = layer_case.peft_model(device, dtype=torch.bfloat16, config=FP8_CONFIG)
     options = KEPT["accumulation, evaluation"] | {"bf16": True, "learning_rate": 2**-12}
     fusion = Fusion(layer=True, rms_norm=True, fp8=True)
-    done = [
-        train_fused("DPOTrainer", plain, tmp_path, fusion, False, without_cudnn, **options)
+    logged, other_logged = [
+        train_fused("DPOTrainer", plain, tmp_path, fusion, False, without_cudnn, **options)[1]
         for without_cudnn in (True, False)
     ]
-    with pytest.raises(AssertionError):
-        assert_alike(*done, plain, 5e-3)
+    numbers, others = [
+        [one for entry in log for name, one in entry.items() if "accurac" not in name]
+        for log in (logged, other_logged)
+    ]
+    assert numbers != pytest.approx(others, rel=5e-3, abs=5e-3)
+    assert numbers == pytest.approx(others, rel=5e-2, abs=5e-2)  # and neither is wrong

@@ -69,9 +69,16 @@ class _Recorder(TorchDispatchMode):
 
     @torch.no_grad()
     def undo(self):
+        """Restore what was written, except what an operation here has made: nothing lay there."""
+        results = tree_leaves([result for *_, result in self.operations])
+        tensors = [one for one in results if isinstance(one, torch.Tensor)]
+        made = {one.untyped_storage().data_ptr() for one in tensors}
         for written, value in reversed(self.overwritten):
-            # .data: backward, which is captured next, takes no other version of a tensor
-            (written.data if isinstance(written, torch.Tensor) else written).copy_(value)
+            is_tensor = isinstance(written, torch.Tensor)
+            memory = written.untyped_storage() if is_tensor else written
+            if memory.data_ptr() not in made:
+                # .data: backward, which is captured next, takes no other version of a tensor
+                (written.data if is_tensor else written).copy_(value)
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)  # it has cast when it was captured

@@ -75,6 +75,8 @@ def test_fused_model_is_trained_as_by_the_eager_loop(device, fused, autocast):
     dtype = torch.bfloat16 if autocast else torch.float32
     if fusion.fp8 and not autocast:
         pytest.skip("FP8 computes in bf16")
+    if family == "Qwen3-MoE" and not autocast:
+        pytest.skip("in fp32 PyTorch's grouped matmuls wait for the host")
     config = {"pad_token_id": 0} | (CONFIG if fusion.fp8 else {})
     if family in (*FAMILIES, "Phi3"):
         model = peft_model(device, family, dtype, config, **dict(*lora))
