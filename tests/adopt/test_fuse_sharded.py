@@ -31,6 +31,7 @@ MODELS = {  # that differ
         "change": partial(quantised, quant_storage=torch.float32),
         "config": ONE_LAYER | {"intermediate_size": 140},
     },
+    "a trained head and its norm": {"config": ONE_LAYER, "modules_to_save": ["lm_head"]},
 }
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -106,6 +107,7 @@ WRAPPED = {
     ),
     "the model alone": (after_a_forward(fully_shard), RIGHT),
     "the head and its norm": (after_fuse(the_tail_together), RIGHT),
+    "a trained head and its norm": (after_fuse(the_tail_together), RIGHT),
     "the model first": (
         after_fuse(the_model_first),
         r"sharded already: call fully_shard\(layer\) for each layer first",
