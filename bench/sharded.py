@@ -5,7 +5,8 @@
 --wrapper says where base weights lie, and who averages gradients: "sharded" over the ranks (FSDP2),
 "replicated" on each with sharded adapters (FSDP2), "ddp", or "alone", which averages nothing.
 Tokens are random, and weights too, unless --model is a checkpoint's folder. No rank ever holds a
-sharded model whole: each reads its share of a checkpoint, and quantises one layer at a time.
+sharded model whole. Of a checkpoint each reads its share. For NF4 it reads all decoder layers, one
+at a time, quantises each and keeps its share.
 """
 
 import argparse
@@ -102,7 +103,8 @@ def is_linear_4bit(module: nn.Module) -> bool:
 
 
 def quantise_layer(layer: nn.Module, prefix: str, source: str, device: torch.device) -> None:
-    """Give the 4-bit linear layers in a decoder layer their weights. prefix: of their names."""
+    """Give the 4-bit linear layers in a decoder layer their whole weights. prefix: of their
+    names."""
     from bitsandbytes.nn import Params4bit
 
     linears: dict[str, Any] = {n: one for n, one in layer.named_modules() if is_linear_4bit(one)}
@@ -205,10 +207,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     ):  # fmt: skip
         parser.add_argument(f"--{size}", type=int, default=usual)
     asked = parser.parse_args(arguments)
-    if not Path(asked.model).exists():
-        parser.exit(
-            2, f"--model {asked.model}: no such file; give one of configs/*.json, or a folder\n"
-        )
+    model = Path(asked.model)
+    if not model.exists():
+        parser.exit(2, f"--model {model}: no such file; give one of configs/*.json, or a folder\n")
+    for needed in ("config.json", "*.safetensors"):
+        if model.is_dir() and not any(model.glob(needed)):
+            parser.exit(2, f"--model {model}: no {needed} in it; give a checkpoint's folder\n")
     if asked.base == NF4 and find_spec("bitsandbytes") is None:
         parser.exit(2, '--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"\n')
     if "LOCAL_RANK" not in os.environ:

@@ -76,7 +76,7 @@ def read_head(model: Any, is_called: bool = False) -> nn.Linear:
         raise Refusal("it adds its routers' loss: set model.config.output_router_logits = False")
     head = model.lm_head
     modules = [head]
-    if type(head) is ModulesToSaveWrapper:
+    if own_class(head) is ModulesToSaveWrapper:
         # choose as its forward does: each adapter that trains it has a copy
         active = [] if head.disable_adapters else head.active_adapters
         head = head.modules_to_save[active[0]] if active else head.original_module
@@ -86,13 +86,14 @@ def read_head(model: Any, is_called: bool = False) -> nn.Linear:
             raise Refusal(
                 "its lm_head has an adapter: name it in modules_to_save, not in target_modules"
             )
-        kind = type(head)
+        kind = own_class(head)
         raise Refusal(f"its lm_head is {kind.__module__}.{kind.__qualname__}, not nn.Linear")
     for module in modules:
-        is_apart = is_fsdp(type(module))
-        if (reason := why_call(module, is_called or is_apart, may_be_apart=True)) is not None:
+        is_own = is_called or is_fsdp(type(module))
+        if (reason := why_call(module, is_own, may_be_apart=True)) is not None:
             raise Refusal(f"lm_head: {reason}")
-    with between_forwards() if is_fsdp(type(head)) else nullcontext():  # `call_with` gathers it
+    is_apart = any(is_fsdp(type(module)) for module in modules)
+    with between_forwards() if is_apart else nullcontext():  # `call_with` gathers it
         reason = why_not_plain(head, head.weight)
     if reason is not None:
         raise Refusal(f"lm_head: its weight {reason}")
@@ -224,7 +225,7 @@ def causal_lm_forward(
             softcap=softcap_of(model),
         )
 
-    loss = call_with(head, loss_of, hidden)
+    loss = call_with([model.lm_head, head], loss_of, hidden)
     outputs = {one.name: getattr(states.outputs, one.name, None) for one in fields(output_class)}
     if not torch.compiler.is_compiling():  # it only knows transformers' output classes
         output_class = without_logits(output_class)

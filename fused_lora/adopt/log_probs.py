@@ -64,7 +64,7 @@ def answer_trl(
             check_labels=False,
         )
 
-    found = call_with(head, found_in, states.hidden)
+    found = call_with([model.lm_head, head], found_in, states.hidden)
     end = None if shift_labels is not None else -1  # the last token predicts none
     fields = {
         name: None if values is None else states.in_batch(values)[:, :end]

@@ -50,7 +50,7 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
     whole = [(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)]
     give_borders(whole)
     for name, module in model.named_modules():
-        if any(f".{layer}.".startswith(f".{name}.") or not name for layer, _ in whole):
+        if any(_is_within(layer, name) or _is_within(name, layer) for layer, _ in whole):
             let_shard(module, leave_buffers)
     share_told(model)
     share_memories(model, memories)
@@ -59,6 +59,11 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
         model.register_forward_pre_hook(HeadTaker(names))
     for each in KINDS.values():
         each.settle(model)
+
+
+def _is_within(name: str, outer: str) -> bool:
+    """Return True for the name of a module within another, or of that itself."""
+    return not outer or f"{name}.".startswith(f"{outer}.")
 
 
 def _sites_by_module(

@@ -26,9 +26,12 @@ RANKS = 2
 EVERYTHING = Fusion(**ALL, layer=True)
 RIGHT = ""
 ONE_LAYER = {"num_hidden_layers": 1}
-IN_4_BITS = {
-    "change": partial(quantised, quant_storage=torch.float32),
-    "config": ONE_LAYER | {"intermediate_size": 140},
+MODELS = {  # that differ
+    "4 bits, cast": {
+        "change": partial(quantised, quant_storage=torch.float32),
+        "config": ONE_LAYER | {"intermediate_size": 140},
+    },
+    "a trained head and its norm": {"config": ONE_LAYER, "modules_to_save": ["lm_head"]},
 }
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -70,7 +73,7 @@ def by_itself(*names):
                 fully_shard(layer.get_submodule(name))
         return shard(model)
 
-    return after_fuse(wrap)
+    return wrap
 
 
 def the_model_first(model):
@@ -104,20 +107,25 @@ WRAPPED = {
     ),
     "the model alone": (after_a_forward(fully_shard), RIGHT),
     "the head and its norm": (after_fuse(the_tail_together), RIGHT),
+    "a trained head and its norm": (after_fuse(the_tail_together), RIGHT),
     "the model first": (
         after_fuse(the_model_first),
         r"sharded already: call fully_shard\(layer\) for each layer first",
     ),
     "an MLP by itself": (
-        by_itself("mlp"),
+        after_fuse(by_itself("mlp")),
+        r"mlp: fully_shard shards it by itself: call fully_shard\(layer\) on whole layers",
+    ),
+    "an MLP by itself, after a forward": (
+        after_a_forward(by_itself("mlp")),
         r"mlp: fully_shard shards it by itself: call fully_shard\(layer\) on whole layers",
     ),
     "a projection by itself": (
-        by_itself("mlp.gate_proj"),
+        after_fuse(by_itself("mlp.gate_proj")),
         r"gate_proj: fully_shard shards it by itself: call fully_shard\(layer\) on whole",
     ),
     "a norm by itself": (
-        by_itself("input_layernorm"),
+        after_fuse(by_itself("input_layernorm")),
         r"input_layernorm: its weight is sharded by itself: call fully_shard\(layer\) on whole",
     ),
     "FSDP1, layers": (after_fuse(fsdp1), r"mixes up .*: load the model anew and call fully_shard"),
@@ -144,7 +152,7 @@ def loss_of(model, rank):
 def tried(rank, device, how):
     """Take two steps on this rank's batch, and a plain twin's on those of all. Return the errors of
     the last gradients, what stays on PEFT's path, and what was raised or warned."""
-    model = peft_model(device, **(IN_4_BITS if "4 bits" in how else {"config": ONE_LAYER}))
+    model = peft_model(device, **MODELS.get(how, {"config": ONE_LAYER}))
     plain = copy.deepcopy(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -168,7 +176,10 @@ def tried(rank, device, how):
     return errors, report(model).left, told
 
 
-@pytest.mark.slow("after a forward", "the head and its norm", "the model first", "a norm by itself")
+@pytest.mark.slow(
+    "after a forward", "the head and its norm", "the model first", "an MLP by itself",
+    "a norm by itself",
+)  # fmt: skip
 @pytest.mark.parametrize("how", WRAPPED)
 def test_an_order_or_a_mixture_trains_right_or_names_the_call(how):
     words = WRAPPED[how][1]

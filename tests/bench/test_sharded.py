@@ -102,9 +102,23 @@ def test_ranks_load_a_checkpoint_by_shares_and_one_merges_what_they_save(saved, 
         assert relative_error(unadapted, first) > 0.4
 
 
-@pytest.mark.parametrize(("model", "words"), [("nowhere", "no such file"), (TINY, "with torchrun")])
-def test_what_cannot_start_says_so(model, words, monkeypatch, capsys):
+# files in the folder -> what starting there says of a model
+CANNOT_START = {
+    "nowhere": ((), "nowhere", "no such file"),
+    "a folder without a config": (("model.safetensors",), ".", "no config.json"),
+    "a folder without weights": (("config.json", "model.bin"), ".", "no *.safetensors"),
+    "without torchrun": ((), TINY, "with torchrun"),
+}
+
+
+@pytest.mark.parametrize("how", CANNOT_START)
+def test_what_cannot_start_says_so(how, monkeypatch, tmp_path, capsys):
+    files, model, words = CANNOT_START[how]
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit, match="2"):
         parsed(["--model", model])
-    assert words in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1

@@ -7,8 +7,9 @@ during a forward and its backward, and DTensors otherwise.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, distributed, nn
@@ -129,12 +130,17 @@ def is_fsdp_hook(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
-def call_with(module: nn.Module, function: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """Return function(x), which reads the module's weights. fully_shard gathers those of a module
-    that it shards by itself for a call alone, and for its backward: the function is that call's
-    forward."""
-    if not is_fsdp(type(module)):
-        return function(x)
+def call_with(modules: Iterable[nn.Module], function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """Return function(x), which reads weights of these modules, the outermost first. fully_shard
+    gathers those of a module that it shards by itself for a call alone, and for its backward: the
+    function is that call's forward."""
+    for module in reversed(dict.fromkeys(modules)):
+        if is_fsdp(type(module)):
+            function = partial(_call_as, module, function)
+    return function(x)
+
+
+def _call_as(module: nn.Module, function: Callable[[Tensor], Any], x: Tensor) -> Any:
     module.forward = function
     try:
         return module(x)
