@@ -126,7 +126,7 @@ class BeforeRecurrence(torch.autograd.Function):
         check_adapters(NAMES[0], "in_proj", adapters, group)
         frozen.borders.fill((group,), adapters)
         x = as_rows(hidden)
-        dropouts = draw_dropouts(frozen, len(x))
+        dropouts = draw_dropouts(frozen, len(x), frozen.groups[:1])
         if mask is not None:
             mask = mask.reshape(-1, 1).to(x.dtype)
             x = x * mask
@@ -199,7 +199,7 @@ class AfterRecurrence(torch.autograd.Function):
         for name, group, its in (*parts, ("down", frozen.down, pairs[3:])):
             check_adapters(NAMES[1], name, its, group)
         frozen.borders.fill(frozen.groups[1:], pairs)
-        dropouts = draw_dropouts(frozen, len(x))
+        dropouts = draw_dropouts(frozen, len(x), frozen.groups[1:])
 
         def add() -> AddedAfterNorm:
             extended, copy = None, None

@@ -13,6 +13,9 @@ from contract import LAYOUTS
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from fused_lora.adopt.foreign.delta_rule import NAME
+from fused_lora.adopt.layer import read_layer
+from fused_lora.layer.operands import draw_dropouts
+from fused_mlp.dropout import draw_seed
 
 BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
 DTYPES = {
@@ -110,6 +113,26 @@ def test_a_second_backward_through_a_retained_graph_is_right(device):
     layer.zero_grad()
     output.backward(grad)
     torch.testing.assert_close(leaf.grad, want["hidden"], rtol=0, atol=0)
+
+
+def test_each_of_a_layer_s_functions_saves_its_own_masks_alone(device):
+    fused, _ = layers(device, lora_dropout=0.3)
+    masks = []
+
+    def pack(tensor):
+        if tensor.dtype == torch.int32:
+            masks.append(tensor)
+        return tensor
+
+    torch.manual_seed(0)
+    frozen = read_layer(layer_of(fused))[-1]._replace(seed=draw_seed(torch.device(device)))
+    whole = draw_dropouts(frozen, 10)
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer_of(fused)(tokens((2, 5), torch.float32, device)[0], position_embeddings=None)
+    want = [mask.bits for group in whole for mask in group.masks]
+    assert len(want) == 8
+    torch.testing.assert_close(masks, want, rtol=0, atol=0)
 
 
 def test_on_weights_in_4_bits_it_computes_what_these_stand_for(device):
