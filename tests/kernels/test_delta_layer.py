@@ -115,13 +115,13 @@ def test_a_second_backward_through_a_retained_graph_is_right(device):
     torch.testing.assert_close(leaf.grad, want["hidden"], rtol=0, atol=0)
 
 
-def test_each_of_a_layer_s_functions_saves_its_own_masks_alone(device):
+def test_the_input_is_saved_once_and_masks_by_the_function_that_uses_them_alone(device):
     fused, _ = layers(device, lora_dropout=0.3)
-    masks = []
+    hidden, _ = tokens((2, 5), torch.float32, device)
+    saved = []
 
     def pack(tensor):
-        if tensor.dtype == torch.int32:
-            masks.append(tensor)
+        saved.append(tensor)
         return tensor
 
     torch.manual_seed(0)
@@ -129,7 +129,9 @@ def test_each_of_a_layer_s_functions_saves_its_own_masks_alone(device):
     whole = draw_dropouts(frozen, 10)
     torch.manual_seed(0)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer_of(fused)(tokens((2, 5), torch.float32, device)[0], position_embeddings=None)
+        layer_of(fused)(hidden, position_embeddings=None)
+    assert sum(one.data_ptr() == hidden.data_ptr() for one in saved) == 1
+    masks = [one for one in saved if one.dtype == torch.int32]
     want = [mask.bits for group in whole for mask in group.masks]
     assert len(want) == 8
     torch.testing.assert_close(masks, want, rtol=0, atol=0)
