@@ -51,7 +51,7 @@ from .operands import (
 from .saved import Added, SavedMLP, once_as_record, restore, store
 
 NAMES = "BeforeRecurrence", "AfterRecurrence"
-NOTHING = Others()  # trains: neither norms nor biases
+NO_OTHERS = Others()  # trains: neither norms nor biases
 
 
 class DeltaNet(NamedTuple):
@@ -162,7 +162,7 @@ class BeforeRecurrence(torch.autograd.Function):
             x = _unhidden_rows(saved.hidden, saved.mask)
             grad_x, adapters = gradient_to_input(
                 grad, as_rows(grad_residual), x, saved.n, saved.rstd, frozen, saved.adapters,
-                _pairs(needed), need_hidden, saved.dropouts, NOTHING, sums, saved.mask,
+                _pairs(needed), need_hidden, saved.dropouts, NO_OTHERS, sums, saved.mask,
             )  # fmt: skip
             sums.compute()
         if grad_x is not None:
@@ -233,7 +233,7 @@ class AfterRecurrence(torch.autograd.Function):
         with without_autocast(found):
             grad_y, grad_residual, adapters = gradient_from_output(
                 grad_output, batch * positions, saved.added, saved.mlp, frozen, saved.adapters,
-                need, saved.dropouts, NOTHING, sums,
+                need, saved.dropouts, NO_OTHERS, sums,
             )  # fmt: skip
             sums.compute()
             grad_found, grad_z, _ = gated_rms_norm_backward(
