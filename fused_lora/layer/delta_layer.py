@@ -240,7 +240,7 @@ class AfterRecurrence(torch.autograd.Function):
                 grad_y.view(found.shape), found, saved.z.view(found.shape), net.norm_weight,
                 saved.rstd, need_weight=False,
             )  # fmt: skip
-        grad_residual = grad_residual.view(batch, positions, -1)
+        grad_residual = grad_residual.unflatten(0, found.shape[:2])
         gradients = (one for pair in adapters for one in pair)
         return grad_found, grad_z.view(saved.z.shape), grad_residual, *gradients, None, None
 

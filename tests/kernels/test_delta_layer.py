@@ -87,6 +87,13 @@ def test_any_number_of_tokens(shape, device):
     check(device, shape)
 
 
+def test_an_empty_batch_has_gradients_of_zero(device):
+    fused, _ = layers(device)  # transformers' own fails
+    found = run(fused, *(one[:0] for one in tokens((2, 5), torch.float32, device)))
+    assert found["hidden"].shape == (0, 5, 52) and len(found) > 2
+    assert not any(one.any() for one in found.values())
+
+
 def test_padding_reaches_neither_the_recurrence_nor_the_norm(device):
     mask = torch.ones(2, 5, dtype=torch.int64, device=device)
     mask[0, :2] = mask[1, 4:] = 0
