@@ -1,6 +1,7 @@
 """The switch `layer` for a layer with a gated delta net, which runs as two functions around the
 recurrence."""
 
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,11 @@ DOCUMENTS = (
     "its rows hold documents, which only the libraries' convolution and recurrence keep apart"
 )
 ADAPTERS_BEFORE = 8  # A and B of the in-projections
+# the tensors of a layer, beside its projections', that its functions do not train
+FROZEN = (
+    "input_layernorm.weight", "post_attention_layernorm.weight", f"{NET}.norm.weight",
+    f"{NET}.conv1d.weight", f"{NET}.conv1d.bias", f"{NET}.A_log", f"{NET}.dt_bias",
+)  # fmt: skip
 
 
 def has_delta_net(layer: Any) -> bool:
@@ -37,10 +43,10 @@ def why_not_net(layer: Any) -> str | None:
     _, reason = attempt(read_gated_norm, net.norm)
     if reason := reason or why_call(net.norm, own_forward=False):
         return f"{NET}.norm: {reason}"
-    norms = [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
-    others = net.norm.weight, net.conv1d.weight, net.conv1d.bias, net.A_log, net.dt_bias
-    if any(one is not None and one.requires_grad for one in (*norms, *others)):
-        return f"{NET}: its norms, conv1d, A_log or dt_bias are trained: freeze them"
+    for name in FROZEN:
+        tensor = attrgetter(name)(layer)
+        if tensor is not None and tensor.requires_grad:
+            return f"{name} is trained: freeze it, requires_grad_(False)"
     return None
 
 

@@ -57,7 +57,10 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
     if len(found := {read.weight.dtype for read in every if read.weight.dtype in DTYPES}) > 1:
         raise Refusal(f"its projections compute in {' and '.join(sorted(map(str, found)))}")
     if has_delta_net(layer) and any(map(trains_bias, every)):
-        raise Refusal("a bias is trained, which a layer with a gated delta net does not")
+        raise Refusal(
+            "an adapter has a bias, or a bias is trained: neither runs in a layer with a gated "
+            "delta net"
+        )
     refuse(why_unloaded(layer, every))
     return groups
 

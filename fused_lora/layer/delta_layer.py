@@ -51,7 +51,7 @@ from .operands import (
 from .saved import Added, SavedMLP, once_as_record, restore, store
 
 NAMES = "BeforeRecurrence", "AfterRecurrence"
-NOTHING = Others()  # trains: neither norms nor biases
+NO_OTHERS = Others()  # trains: neither norms nor biases
 
 
 class DeltaNet(NamedTuple):
@@ -70,7 +70,6 @@ class SavedBefore(NamedTuple):
     """Results of BeforeRecurrence's forward that its backward needs."""
 
     hidden: Tensor
-    x: Tensor  # [T, hidden], what is normed: without what mask hides
     mask: Tensor | None  # [T, 1]
     n: ProductInput
     rstd: Tensor | None
@@ -125,11 +124,10 @@ class BeforeRecurrence(torch.autograd.Function):
         check_layer_input(NAMES[0], hidden, group)
         check_adapters(NAMES[0], "in_proj", adapters, group)
         frozen.borders.fill((group,), adapters)
-        x = as_rows(hidden)
-        dropouts = draw_dropouts(frozen, len(x))
         if mask is not None:
-            mask = mask.reshape(-1, 1).to(x.dtype)
-            x = x * mask
+            mask = mask.reshape(-1, 1).to(hidden.dtype)
+        x = _unhidden_rows(hidden, mask)
+        dropouts = draw_dropouts(frozen, len(x), frozen.groups[:1])
         rows, n, rstd = group.buffer.project_norm(
             x, frozen.input_norm, group.base_bias, dropouts.qkv, None
         )
@@ -137,7 +135,7 @@ class BeforeRecurrence(torch.autograd.Function):
         q, k, v = causal_conv_forward(mixed, net.conv_weight, net.conv_bias, net.sizes)
         decay = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
         frozen = frozen.for_backward()
-        store(ctx, SavedBefore(hidden, x, mask, n, rstd, rows, net, frozen, adapters, dropouts))
+        store(ctx, SavedBefore(hidden, mask, n, rstd, rows, net, frozen, adapters, dropouts))
         return q, k, v, z, b.sigmoid(), decay, hidden
 
     @staticmethod
@@ -148,8 +146,8 @@ class BeforeRecurrence(torch.autograd.Function):
         frozen, net, group = saved.frozen, saved.net, saved.frozen.qkv
         frozen.borders.refill((group,), saved.adapters)
         sums = AdapterSums()
-        with without_autocast(saved.x):
-            grad = empty_rows(group.A, len(saved.x), group.grad_columns)
+        with without_autocast(saved.hidden):
+            grad = empty_rows(group.A, len(saved.rows), group.grad_columns)
             mixed, _, b, a = group.by_projection(saved.rows)
             in_mixed, in_z, in_b, in_a = group.by_projection(grad)
             causal_conv_backward(
@@ -161,10 +159,10 @@ class BeforeRecurrence(torch.autograd.Function):
             in_b.copy_(as_rows(grad_beta) * beta * (1.0 - beta))
             slope = -net.A_log.float().exp() * (a.float() + net.dt_bias).sigmoid()
             in_a.copy_(as_rows(grad_decay) * slope)
+            x = _unhidden_rows(saved.hidden, saved.mask)
             grad_x, adapters = gradient_to_input(
-                grad, as_rows(grad_residual), saved.x, saved.n, saved.rstd, frozen,
-                saved.adapters, _pairs(needed), need_hidden, saved.dropouts, NOTHING, sums,
-                saved.mask,
+                grad, as_rows(grad_residual), x, saved.n, saved.rstd, frozen, saved.adapters,
+                _pairs(needed), need_hidden, saved.dropouts, NO_OTHERS, sums, saved.mask,
             )  # fmt: skip
             sums.compute()
         if grad_x is not None:
@@ -199,7 +197,7 @@ class AfterRecurrence(torch.autograd.Function):
         for name, group, its in (*parts, ("down", frozen.down, pairs[3:])):
             check_adapters(NAMES[1], name, its, group)
         frozen.borders.fill(frozen.groups[1:], pairs)
-        dropouts = draw_dropouts(frozen, len(x))
+        dropouts = draw_dropouts(frozen, len(x), frozen.groups[1:])
 
         def add() -> AddedAfterNorm:
             extended, copy = None, None
@@ -235,14 +233,14 @@ class AfterRecurrence(torch.autograd.Function):
         with without_autocast(found):
             grad_y, grad_residual, adapters = gradient_from_output(
                 grad_output, batch * positions, saved.added, saved.mlp, frozen, saved.adapters,
-                need, saved.dropouts, NOTHING, sums,
+                need, saved.dropouts, NO_OTHERS, sums,
             )  # fmt: skip
             sums.compute()
             grad_found, grad_z, _ = gated_rms_norm_backward(
                 grad_y.view(found.shape), found, saved.z.view(found.shape), net.norm_weight,
                 saved.rstd, need_weight=False,
             )  # fmt: skip
-        grad_residual = grad_residual.view(batch, positions, -1)
+        grad_residual = grad_residual.unflatten(0, found.shape[:2])
         gradients = (one for pair in adapters for one in pair)
         return grad_found, grad_z.view(saved.z.shape), grad_residual, *gradients, None, None
 
@@ -255,6 +253,12 @@ class AddedAfterNorm(NamedTuple):
 
 
 NO_ADAPTER = Adapter(None, None)
+
+
+def _unhidden_rows(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """Return what is normed, [T, hidden]: hidden, and 0 where mask is."""
+    rows = as_rows(hidden)
+    return rows if mask is None else rows * mask
 
 
 def _pairs(row: list) -> tuple[Adapter, ...]:

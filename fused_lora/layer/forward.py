@@ -66,12 +66,13 @@ def add_attention(
 
 
 def add_output(
-    x: Tensor, attended: Tensor, extended: Tensor | None, copy: Tensor | None,
+    x: Tensor, o_input: Tensor, extended: Tensor | None, copy: Tensor | None,
     frozen: FrozenLayer, dropout: Dropout | None,
 ) -> Added:  # fmt: skip
-    """Project by o and add to the residual x, or into its copy. extended: as `Buffer` has it."""
+    """Project o_input by o and add to the residual x, or into its copy. extended: as `Buffer` has
+    it."""
     o, rows = frozen.o, frozen.rows
-    residual, read = needed_rows(x, rows), needed_rows(attended, rows)
+    residual, read = needed_rows(x, rows), needed_rows(o_input, rows)
     total = copy
     if total is None:
         total = residual if rows is not None else torch.empty_like(x)
@@ -87,7 +88,7 @@ def add_output(
         projected = torch.zeros_like(residual)
         z = add(projected, projected)
         normed = _add_normed(residual, projected, frozen.attended_norm, total)
-    return Added(attended, total, z, normed)
+    return Added(o_input, total, z, normed)
 
 
 def add_mlp(

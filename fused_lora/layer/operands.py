@@ -216,17 +216,24 @@ class Dropouts(NamedTuple):
     down: Dropout | None = None
 
 
-def draw_dropouts(frozen: FrozenLayer, tokens: int) -> Dropouts:
-    """Draw the masks of the projections' inputs; from o on those of needed tokens alone."""
+def draw_dropouts(
+    frozen: FrozenLayer, tokens: int, wanted: Sequence[Bordered] | None = None
+) -> Dropouts:
+    """Draw the masks of the projections' inputs; from o on those of needed tokens alone.
+
+    wanted: the groups to draw for, None for all. Their masks are the same, whichever these are.
+    """
     if not any(frozen.dropouts):
         return Dropouts()
+    groups = [group for group in frozen.groups for _ in group.out_features]
+    dropouts = [
+        dropout if wanted is None or any(group is one for one in wanted) else 0.0
+        for dropout, group in zip(frozen.dropouts, groups, strict=True)
+    ]
     needed = tokens if frozen.rows is None else len(frozen.rows)
-    rows, columns = [], []
-    for group in frozen.groups:
-        for _ in group.out_features:
-            rows.append(tokens if group is frozen.qkv else needed)
-            columns.append(group.in_features)
-    masks = draw_masks(NAME, frozen.seed, frozen.dropouts, rows, columns)
+    rows = [tokens if group is frozen.qkv else needed for group in groups]
+    columns = [group.in_features for group in groups]
+    masks = draw_masks(NAME, frozen.seed, dropouts, rows, columns)
     if masks is None:
         return Dropouts()
     left = iter(masks)

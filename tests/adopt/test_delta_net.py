@@ -18,7 +18,8 @@ from cases.reference import BUDGET, relative_error
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.foreign import delta_rule
 
-NET = "base_model.model.model.layers.0.linear_attn"
+LAYER = "base_model.model.model.layers.0"
+NET = f"{LAYER}.linear_attn"
 # in the layer with the net
 FUSED = {"LoRA_Group": 1, "CausalConv": 1, "LoRA_W": 1, "GatedRMSNorm": 1}
 PARTS = Fusion(attention=True, rms_norm=True)
@@ -126,12 +127,21 @@ def test_a_last_layer_that_runs_whole_computes_labelled_tokens_alone(device):
     assert_close(got, want, 2e-4)
 
 
-@pytest.mark.parametrize("change", ["trained", "documents"])
-def test_what_keeps_a_layer_from_running_whole_is_named(change, device):
-    if change == "trained":
-        _, _, done = pair(device, lambda model: net_of(model).A_log.requires_grad_(), WHOLE)
-        assert "A_log or dt_bias are trained" in done.left[NET.removesuffix(".linear_attn")]
-        return
+@pytest.mark.parametrize("tensor", ["linear_attn.A_log", "post_attention_layernorm.weight"])
+def test_a_tensor_whose_training_keeps_a_layer_from_running_whole_is_named(tensor, device):
+    def train(model):
+        model.get_submodule(LAYER).get_parameter(tensor).requires_grad_()
+
+    _, _, done = pair(device, train, WHOLE)
+    assert f"{tensor} is trained: freeze it" in done.left[LAYER]
+
+
+def test_so_is_the_bias_of_an_adapter(device):
+    _, _, done = pair(device, fusion=WHOLE, lora_bias=True)
+    assert "an adapter has a bias" in done.left[LAYER]
+
+
+def test_documents_keep_a_layer_from_running_whole(device):
     fused, plain, _ = pair(device, fusion=WHOLE)
     inputs = {"cu_seq_lens_q": torch.tensor([0, 3, 6], device=device)}
     with pytest.warns(match="its rows hold documents"):

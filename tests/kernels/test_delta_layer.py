@@ -13,6 +13,9 @@ from contract import LAYOUTS
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from fused_lora.adopt.foreign.delta_rule import NAME
+from fused_lora.adopt.layer import read_layer
+from fused_lora.layer.operands import draw_dropouts
+from fused_mlp.dropout import draw_seed
 
 BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
 DTYPES = {
@@ -84,6 +87,13 @@ def test_any_number_of_tokens(shape, device):
     check(device, shape)
 
 
+def test_an_empty_batch_has_gradients_of_zero(device):
+    fused, _ = layers(device)  # transformers' own fails
+    found = run(fused, *(one[:0] for one in tokens((2, 5), torch.float32, device)))
+    assert found["hidden"].shape == (0, 5, 52) and len(found) > 2
+    assert not any(one.any() for one in found.values())
+
+
 def test_padding_reaches_neither_the_recurrence_nor_the_norm(device):
     mask = torch.ones(2, 5, dtype=torch.int64, device=device)
     mask[0, :2] = mask[1, 4:] = 0
@@ -110,6 +120,28 @@ def test_a_second_backward_through_a_retained_graph_is_right(device):
     layer.zero_grad()
     output.backward(grad)
     torch.testing.assert_close(leaf.grad, want["hidden"], rtol=0, atol=0)
+
+
+def test_the_input_is_saved_once_and_masks_by_the_function_that_uses_them_alone(device):
+    fused, _ = layers(device, lora_dropout=0.3)
+    hidden, _ = tokens((2, 5), torch.float32, device)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    torch.manual_seed(0)
+    frozen = read_layer(layer_of(fused))[-1]._replace(seed=draw_seed(torch.device(device)))
+    whole = draw_dropouts(frozen, 10)
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer_of(fused)(hidden, position_embeddings=None)
+    assert sum(one.data_ptr() == hidden.data_ptr() for one in saved) == 1
+    masks = [one for one in saved if one.dtype == torch.int32]
+    want = [mask.bits for group in whole for mask in group.masks]
+    assert len(want) == 8
+    torch.testing.assert_close(masks, want, rtol=0, atol=0)
 
 
 def test_on_weights_in_4_bits_it_computes_what_these_stand_for(device):
