@@ -67,7 +67,7 @@ CASES = {
         for name in ("k_proj", "up_proj")
     },
     "several adapters active": each_projection(add_active),
-    "quantised base weights": each_projection(replace_weight),
+    "base weights in int8, GPTQ, AWQ": each_projection(replace_weight),
     "merged": merged,
 }
 
@@ -108,7 +108,7 @@ def test_the_lines_of_what_all_runs_fused_name_nothing_else():
     "`lora_bias`",
     "merged",
     "norms that are trained",
-    "quantised base weights",
+    "base weights in int8, GPTQ, AWQ",
     "several adapters active",
     "Gemma 2",
     "Qwen2-MoE",
