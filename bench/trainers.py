@@ -112,7 +112,7 @@ def trainer_of(
         "per_device_train_batch_size": asked.batch_size, "bf16": ON_GPU, "use_cpu": not ON_GPU,
         "gradient_checkpointing": asked.checkpointing, "save_strategy": "no", "logging_steps": 50,
         "learning_rate": 1e-5, "disable_tqdm": True,
-        # Unsloth has other defaults of its own
+        # as TRL has them: Unsloth changes these defaults
         "gradient_accumulation_steps": 1, "seed": 42, "weight_decay": 0.0, "warmup_steps": 0,
         "optim": "adamw_torch_fused" if ON_GPU else "adamw_torch",
     }  # fmt: skip

@@ -63,7 +63,7 @@ def causal_conv(
 
     Returns:
         q, k and v: new contiguous tensors [..., positions, size] in x's dtype, computed in fp32.
-        Gradients are others, each in the dtype of its tensor. Those of weight and bias are summed
+        Gradients are new tensors in the dtypes of their inputs. Those of weight and bias are summed
         in fp32, and only if they require one.
 
     Saved for backward: x, weight and bias. It writes to no input, incoming gradient or saved
