@@ -83,7 +83,7 @@ from ..rerun import has_kept
 from .adapter_sums import AdapterSums
 from .attention_gradient import attention_gradient
 from .forward import add_attention, add_mlp, turn
-from .gradients import gradient_from_output, gradient_to_input
+from .gradients import LayerBackward
 from .operands import (
     Adapters,
     Trained,
@@ -190,27 +190,24 @@ class DecoderLayer(torch.autograd.Function):
         need_hidden, _, _, _, *row, _ = ctx.needs_input_grad
         needed = Trained.from_row(row)
         need = needed.adapters
-        frozen, adapters, dropouts, qkv = (
-            saved.frozen, saved.adapters, saved.dropouts, saved.frozen.qkv
-        )  # fmt: skip
+        frozen, adapters, qkv = saved.frozen, saved.adapters, saved.frozen.qkv
         frozen.borders.refill(frozen.groups, adapters)
         x = as_rows(saved.hidden)
-        sums = AdapterSums()
         grads = new_gradients(x, saved.kinds, needed.others)
 
         with without_autocast(x):
-            grad_attended, grad_residual, from_o_on = gradient_from_output(
-                grad_output, len(x), saved.attended.added, saved.mlp, frozen, adapters, need,
-                dropouts, grads, sums,
-            )  # fmt: skip
+            layer = LayerBackward(frozen, saved.dropouts, grads, AdapterSums())
+            grad_attended, grad_residual, from_o_on = layer.from_output(
+                grad_output, len(x), saved.attended.added, saved.mlp, adapters, need
+            )
             grad_qkv = empty_rows(qkv.A, len(x), qkv.grad_columns)
             attention_gradient(grad_attended, saved, grad_qkv[:, : qkv.out])
             del grad_attended
-            grad_x, (q, k, v) = gradient_to_input(
-                grad_qkv, grad_residual, x, saved.n, saved.input_rstd, frozen, adapters.qkv,
-                need.qkv, need_hidden, dropouts, grads, sums,
+            grad_x, (q, k, v) = layer.to_input(
+                grad_qkv, grad_residual, x, saved.n, saved.input_rstd, adapters.qkv, need.qkv,
+                need_hidden,
             )  # fmt: skip
-            sums.compute()
+            layer.sums.compute()
         if grad_x is not None:
             grad_x = grad_x.view(saved.hidden.shape)
         adapter_grads = Adapters(q, k, v, *from_o_on)

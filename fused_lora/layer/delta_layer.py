@@ -38,7 +38,7 @@ from .adapter_sums import AdapterSums
 from .buffer import ProductInput
 from .filling import Adapter
 from .forward import add_mlp, add_output
-from .gradients import gradient_from_output, gradient_to_input
+from .gradients import LayerBackward
 from .operands import (
     Adapters,
     Dropouts,
@@ -145,7 +145,6 @@ class BeforeRecurrence(torch.autograd.Function):
         need_hidden, _, *needed, _, _ = ctx.needs_input_grad
         frozen, net, group = saved.frozen, saved.net, saved.frozen.qkv
         frozen.borders.refill((group,), saved.adapters)
-        sums = AdapterSums()
         with without_autocast(saved.hidden):
             grad = empty_rows(group.A, len(saved.rows), group.grad_columns)
             mixed, _, b, a = group.by_projection(saved.rows)
@@ -160,11 +159,12 @@ class BeforeRecurrence(torch.autograd.Function):
             slope = -net.A_log.float().exp() * (a.float() + net.dt_bias).sigmoid()
             in_a.copy_(as_rows(grad_decay) * slope)
             x = _unhidden_rows(saved.hidden, saved.mask)
-            grad_x, adapters = gradient_to_input(
-                grad, as_rows(grad_residual), x, saved.n, saved.rstd, frozen, saved.adapters,
-                _pairs(needed), need_hidden, saved.dropouts, NO_OTHERS, sums, saved.mask,
+            layer = LayerBackward(frozen, saved.dropouts, NO_OTHERS, AdapterSums())
+            grad_x, adapters = layer.to_input(
+                grad, as_rows(grad_residual), x, saved.n, saved.rstd, saved.adapters,
+                _pairs(needed), need_hidden, saved.mask,
             )  # fmt: skip
-            sums.compute()
+            layer.sums.compute()
         if grad_x is not None:
             grad_x = grad_x.view(saved.hidden.shape)
         return grad_x, None, *(one for pair in adapters for one in pair), None, None
@@ -229,13 +229,12 @@ class AfterRecurrence(torch.autograd.Function):
         need = Adapters(*[NO_ADAPTER] * 3, *_pairs(needed))
         frozen.borders.refill(frozen.groups[1:], saved.adapters[3:])
         batch, positions = found.shape[:2]
-        sums = AdapterSums()
         with without_autocast(found):
-            grad_y, grad_residual, adapters = gradient_from_output(
-                grad_output, batch * positions, saved.added, saved.mlp, frozen, saved.adapters,
-                need, saved.dropouts, NO_OTHERS, sums,
-            )  # fmt: skip
-            sums.compute()
+            layer = LayerBackward(frozen, saved.dropouts, NO_OTHERS, AdapterSums())
+            grad_y, grad_residual, adapters = layer.from_output(
+                grad_output, batch * positions, saved.added, saved.mlp, saved.adapters, need
+            )
+            layer.sums.compute()
             grad_found, grad_z, _ = gated_rms_norm_backward(
                 grad_y.view(found.shape), found, saved.z.view(found.shape), net.norm_weight,
                 saved.rstd, need_weight=False,
