@@ -1,6 +1,7 @@
 """Reading a linear layer, with a PEFT adapter or without: the operands it computes with now."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -227,7 +228,9 @@ def _without_adapter(linear: nn.Module) -> Projection:
     weight, is_packed = _weight_of(linear)
     out_features, in_features = weight.shape
     dtype = weight.dtype if weight.dtype in DTYPES else torch.float32  # for codes
-    A, B = (weight.new_empty(size, dtype=dtype) for size in ((0, in_features), (out_features, 0)))
+    # not weight.new_empty: an FP8 weight would copy its original from the host for that
+    empty = partial(torch.empty, dtype=dtype, device=weight.device)
+    A, B = empty(0, in_features), empty(out_features, 0)
     bias = _parameter(linear, "bias")
     return Projection(weight, bias, A, B, 0.0, base=linear, is_packed=is_packed)
 
