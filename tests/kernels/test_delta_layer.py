@@ -62,7 +62,8 @@ def check(device, shape=(2, 5), dtype=torch.float32, mask=None, layouts=None, **
 @pytest.mark.slow("bf16", "bf16 with fp32 adapters")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_and_gradients_are_within_the_error_budget(dtype, device):
-    check(device, **DTYPES[dtype])
+    """Of 39 tokens: over ten, how far rounding moves the gradients of four heads' g is luck."""
+    check(device, (3, 13), **DTYPES[dtype])
 
 
 OPTIONS = {
