@@ -99,9 +99,9 @@ def fill_row(batch: dict[str, Any], tokens: int) -> dict[str, Tensor]:
 
 
 class FilledRows:
-    """A collator for a trainer: documents end to end in one row of one length, then padding.
+    """A collator for a trainer: documents end to end in one row, then padding.
 
-    With rows of one length all batches share a CUDA graph (`graph_steps`). Like
+    Batches whose rows have one length share a CUDA graph (`graph_steps`). Like
     DataCollatorWithFlattening and TRL's padding_free, it returns position_ids that begin anew with
     each document, and no label at a document's first token.
 
@@ -111,7 +111,7 @@ class FilledRows:
     its `labels`, or else its tokens, except where a `completion_mask` or `assistant_masks` is 0.
 
     Args:
-        tokens: the length of a row. A longer batch gets the next multiple of it.
+        tokens: a row gets this length, or the smallest multiple of it that is enough.
 
     Raises:
         ValueError: tokens is below 1; the batch has no tokens; or an example's labels, masks or

@@ -41,10 +41,10 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     and the decoder's forward only within a step. `remove` undoes all of it. What cannot be captured
     runs eagerly, and a warning names it once.
 
-    Batches of one shape share a graph. So a trainer that packs (TRL's packing=True) gets a
-    `FilledRows` as its collator. One that pads gets a copy of its collator with a
-    `pad_to_multiple_of` that leaves max_graphs lengths, unless you have set that. With any other
-    collator, keep the number of lengths small yourself.
+    Batches of one shape share a graph, so they get at most max_graphs lengths: from a `FilledRows`
+    in a trainer that packs (TRL's packing=True), from a copy of its collator with a
+    `pad_to_multiple_of` in one that pads, unless you have set that. With any other collator, keep
+    the number of lengths small yourself.
 
     Graphs hold the activations of the largest shape until `remove`, also while you evaluate. They
     compute all tokens of a batch, padding and those without labels included. Hooks on modules in
@@ -159,14 +159,17 @@ class GraphedSteps:
     def _collator_of_few_lengths(self) -> Any:
         """Return the trainer's collator, or one whose batches have at most max_graphs lengths."""
         args, own = self.trainer.args, self.trainer.data_collator
-        is_flat, longest = getattr(own, "padding_free", False), getattr(args, "max_length", None)
+        is_flat = getattr(own, "padding_free", False)
+        longest = getattr(args, "max_length", None) or LONGEST
+        if is_flat:
+            longest *= args.train_batch_size
+        multiple = -(-longest // (MULTIPLE * self.max_graphs)) * MULTIPLE
         if getattr(args, "packing", False) and is_flat:
-            return FilledRows(args.train_batch_size * args.max_length)
+            return FilledRows(min(multiple, longest))
         if getattr(own, "pad_to_multiple_of", 1) is not None:
             return own
-        longest = (longest or LONGEST) * (args.train_batch_size if is_flat else 1)
         padded = copy.copy(own)
-        padded.pad_to_multiple_of = -(-longest // (MULTIPLE * self.max_graphs)) * MULTIPLE
+        padded.pad_to_multiple_of = multiple
         return padded
 
     def _average(self, wrapped: DistributedDataParallel) -> None:

@@ -192,13 +192,14 @@ def test_a_loss_that_is_no_number_is_logged_as_the_trainer_does(tmp_path, device
 
 def test_remove_leaves_the_trainer_as_it_was(tmp_path, device):
     model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
-    options = {"packing": True, "max_length": 16, "gradient_checkpointing": True}
+    options = {"packing": True, "max_length": 1000, "gradient_checkpointing": True}
     trainer = trainer_of("SFTTrainer", model, tmp_path, **options)
     before = dict(vars(trainer))
     switches = [dict(vars(layer)) for _, layer in layers_of(model)]
     graph_steps(trainer)
     steps = graph_steps(trainer)  # instead of the first
-    assert isinstance(trainer.data_collator, FilledRows) and trainer.data_collator.tokens == 32
+    assert isinstance(trainer.data_collator, FilledRows)
+    assert trainer.data_collator.tokens == 256  # eight lengths up to two rows of 1,000
     assert "no step has run yet" in str(steps)
     assert trainer.args is not before["args"] and policy_of(layer_case.layer_of(model))
     steps.remove()
