@@ -202,10 +202,12 @@ def row_of(kind: str, run: str, speed: Speed, plain: Speed | None) -> str:
     )
 
 
-def measure_all(asked: argparse.Namespace, checkpoint: Path) -> tuple[str, bool]:
-    """Return the table of all runs, in which failed ones have their error, and True if none did."""
-    rows = ["| trainer | run | ms a step | labelled tokens/s | speedup | peak GiB | loss |"]
-    rows.append("| --- " * 7 + "|")
+def measure_all(asked: argparse.Namespace, checkpoint: Path, rows: list[str]) -> bool:
+    """Add the rows of all runs, in which failed ones have their error. Return True if none did."""
+    rows += [
+        "| trainer | run | ms a step | labelled tokens/s | speedup | peak GiB | loss |",
+        "| --- " * 7 + "|",
+    ]
     all_ran = True
     for kind in asked.kinds:
         plain = None
@@ -222,7 +224,7 @@ def measure_all(asked: argparse.Namespace, checkpoint: Path) -> tuple[str, bool]
                 plain = speed if run == PLAIN else plain
                 rows.append(row_of(kind, run, speed, plain))
             print(rows[-1], flush=True)
-    return "\n".join(rows), all_ran
+    return all_ran
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -249,9 +251,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"Drawing the weights of {source.name}.", flush=True)
         materialize(source, 0, "cuda" if ON_GPU else "cpu")
         torch.cuda.empty_cache()  # the runs need it
-    table, all_ran = measure_all(asked, source.folder)
-    print(table)
-    return 0 if all_ran else 1
+    rows: list[str] = []
+    try:
+        return 0 if measure_all(asked, source.folder, rows) else 1
+    except KeyboardInterrupt:
+        print("\nStopped. What was measured:")
+        return 130
+    finally:
+        print(*rows, sep="\n")
 
 
 def checked(asked: argparse.Namespace) -> Source:
