@@ -121,8 +121,7 @@ def trainer_of(
                      "max_completion_length": asked.completion}  # fmt: skip
         given["reward_funcs"] = distinct_tokens
     elif kind == "DPO":
-        settings |= {"max_length": asked.tokens, "pad_to_multiple_of": asked.tokens,
-                     "truncation_mode": "keep_end"}  # fmt: skip
+        settings |= {"max_length": asked.tokens, "truncation_mode": "keep_end"}
     else:
         settings |= {"max_length": asked.tokens, "packing": kind == "SFT"}
         settings |= {"padding_free": False} if kind == "padded SFT" else {}
