@@ -1,8 +1,8 @@
 """The recurrence of a gated delta net, which stays a library's.
 
 transformers takes that of flash-linear-attention (`fla`) if it could import it, else its own, which
-is PyTorch and more than ten times slower. fla up to 0.5.2 raises in backward where Triton from
-3.4.0 to below 3.7.1 computes it wrong on Hopper, unless tilelang computes it.
+is PyTorch and more than ten times slower. fla (0.5.2 and 0.6.0) raises in backward where Triton
+from 3.4.0 to below 3.7.1 computes it wrong on Hopper, unless tilelang computes it.
 """
 
 import sys
