@@ -1,18 +1,23 @@
 """A rehearsal of bench.trainers."""
 
 import pytest
-from cases.rehearsal_case import WITHOUT_GPU
+from cases.rehearsal_case import WITHOUT_GPU, InThread
 from cases.table_case import rows_in
 
-from bench import trainers
+from bench import processes, trainers
 
 pytestmark = WITHOUT_GPU
 SIZES = ("--tokens", "16", "--steps", "1", "--warm-up", "1", "--batch-size", "1")
 
 
 @pytest.mark.slow
-def test_each_run_has_a_process_and_one_that_fails_leaves_its_error_in_the_table(capsys, tmp_path):
+def test_each_run_has_a_process_and_one_that_fails_leaves_its_error_in_the_table(
+    capsys, tmp_path, monkeypatch
+):
     pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
+    monkeypatch.setattr(processes, "_Process", InThread)
+    chats = trainers.data_of("SFT")[:4]
+    monkeypatch.setattr(trainers, "data_of", lambda kind: chats)
     model = str(trainers.HERE / "configs" / "tiny.json")
     asked = ["--model", model, "--kinds", "SFT", "--cache", str(tmp_path), *SIZES]
     runs = [trainers.PLAIN, trainers.UNSLOTH, trainers.GRAPHED]
