@@ -1,7 +1,7 @@
 """A rehearsal of bench.small_adapters without starting processes."""
 
 import pytest
-from cases.rehearsal_case import WITHOUT_GPU
+from cases.rehearsal_case import WITHOUT_GPU, few_chats
 
 from bench import processes, small_adapters
 from bench.small_adapter_records import load_small_adapters
@@ -24,6 +24,7 @@ def command(tmp_path, monkeypatch):
     sizes = {"batches": 1, "pairs": 4, "steps": (1,), "rates": (1e-3,)}
     monkeypatch.setattr(small_adapters, "REHEARSED", small_adapters.REHEARSED | sizes)
     folders = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
+    folders += ["--data", few_chats(tmp_path)]
     return folders, started, tmp_path / "out" / "small_adapters.json"
 
 

@@ -21,12 +21,16 @@ WITHOUT_GPU = pytest.mark.skipif(
 OVER = object()
 
 
-def small(folder, *arguments):
-    """Return a command with few chats, because every process tokenizes all of them."""
+def few_chats(folder):
+    """Return a file of few chats, because every process tokenizes all of them."""
     chats = folder / "chats.jsonl"
     with (ROOT / "data" / "sft_train.jsonl").open() as published:
         chats.write_text("".join(published.readline() for _ in range(60)))
-    return ["--device", "cpu", "--data", str(chats), "--cache", str(folder / "cache"),
+    return str(chats)
+
+
+def small(folder, *arguments):
+    return ["--device", "cpu", "--data", few_chats(folder), "--cache", str(folder / "cache"),
             "--out", str(folder), *arguments]  # fmt: skip
 
 
