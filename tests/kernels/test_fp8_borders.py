@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases.operands import BF16, FP32
+from cases.pairwise import pairwise
 from cases.reference import random, relative_error
 
 from fused_lora.kernels.fp8_borders import Bordering, Halves, fp8_borders
@@ -68,16 +69,17 @@ def test_an_adapter_in_two_halves_is_as_exact_as_in_bf16(size, inputs, outputs, 
 
 
 @pytest.mark.slow(
-    "0.0-5-300-8-torch.bfloat16",
-    "0.001-150-1100-24-torch.float32",
-    "10000.0-20-40-136-torch.bfloat16",
+    "0.0-(5, 300, 8)-bfloat16",
+    "0.001-(150, 1100, 24)-bfloat16",
+    "10000.0-(20, 40, 136)-bfloat16",
 )
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize(("rows", "columns", "width"), [
-    (5, 300, 8), (150, 1100, 24), (20, 40, 136), (130, 70, 1), (40, 5000, 24),
-])  # fmt: skip
-@pytest.mark.parametrize("size", [0.0, 1e-3, 1e4])
-def test_border_of_codes(rows, columns, width, size, dtype, device):
+@pytest.mark.parametrize("case", pairwise(
+    size=(0.0, 1e-3, 1e4),
+    shape=((5, 300, 8), (150, 1100, 24), (20, 40, 136), (130, 70, 1), (40, 5000, 24)),
+    dtype=(BF16, FP32),
+))  # fmt: skip
+def test_border_of_codes(case, device):
+    size, (rows, columns, width), dtype = case.values()
     x = random(rows, columns, seed=1, device=device)
     scales = x.abs().amax(1, keepdim=True) / 448
     codes = torch.full((rows, padded_columns(columns, width)), 3.0, device=device).to(E4M3)
