@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.layer import borders_of
 
-RANKS, UPDATES = 2, 3
+RANKS, UPDATES = 2, 2
 EVERYTHING = Fusion(**ALL, layer=True, checkpoint="full")
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 ADAPTERS = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -99,7 +99,7 @@ def trained(rank, device, how, fused):
     ]
 
     def backward(one, seed, share):
-        tokens = ids(device, seed)[:, :SHORT]
+        tokens = ids(device, seed)[:1, :SHORT]
         (one(input_ids=tokens, labels=tokens).loss * share).backward()
 
     for update in range(UPDATES):
@@ -155,7 +155,7 @@ def kept(rank, device, how, fused, folder):
     wrapped_and_fused(model, how, fusion)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1)
-    tokens = ids(device, rank)[:, :SHORT]
+    tokens = ids(device, rank)[:1, :SHORT]
 
     def step(update):
         """Return the loss. Its backward shards again what the forward gathered."""
