@@ -37,14 +37,14 @@ def tiny(tmp_path_factory):
 @pytest.mark.slow("train_trl")
 @pytest.mark.parametrize("run", RUNS)
 def test_an_example_trains_prints_both_speeds_and_saves(run, tiny, tmp_path, monkeypatch, capsys):
-    """In this process, for the time it takes to load libraries. Two of them, and all where there is
-    a GPU, as they are started on a host without."""
+    """In this process, for the time it takes to load libraries. The one for torchrun, and all where
+    there is a GPU, as they are started on a host without."""
     example, *options = RUNS[run]
     if example.stem in TRL:
         pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
     sizes = ["--warm-up", "1", "--steps", "1", "--batch-size", "1", "--tokens", "8"]
     options += ["--model", tiny, "--data", tiny / "chats.jsonl", *sizes, "--out", tmp_path]
-    if example.stem in ("train_loop", "train_ddp") or torch.cuda.is_available():
+    if example.stem == "train_ddp" or torch.cuda.is_available():
         environment = {"PYTHONPATH": ROOT, "HOME": tmp_path, "CUDA_VISIBLE_DEVICES": ""}
         environment["OMP_NUM_THREADS"] = "1"
         if example.stem in TRL:
