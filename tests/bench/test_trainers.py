@@ -11,7 +11,7 @@ SIZES = ("--tokens", "16", "--steps", "1", "--warm-up", "1", "--batch-size", "1"
 
 
 @pytest.mark.slow
-def test_each_run_has_a_process_and_one_that_fails_leaves_its_error_in_the_table(
+def test_each_run_has_a_row_and_one_that_fails_leaves_its_error_there(
     capsys, tmp_path, monkeypatch
 ):
     pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
