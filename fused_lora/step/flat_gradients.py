@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 
 class FlatGradients:
-    """The gradients of parameters. Within `hold` each `.grad` is a view of a flat buffer.
+    """The gradients of parameters. After `hold` or `show` each `.grad` is a view of a flat buffer.
 
     trained: parameters on one device. group: the ranks that train them, None for the default group.
     ranks: how many there are, 1 without torch.distributed.
@@ -46,6 +46,15 @@ class FlatGradients:
             torch._foreach_zero_(self._buffers)
         elif empty:
             torch._foreach_zero_(empty)
+
+    def zero(self) -> None:
+        """Fill the buffers with zeros, whatever the `.grad`s are."""
+        torch._foreach_zero_(self._buffers)
+
+    def show(self) -> None:
+        """Make every `.grad` its view of a buffer, as that is."""
+        for parameter, view in zip(self.trained, self._views, strict=True):
+            parameter.grad = view
 
     def average(self) -> None:
         """Replace what `hold` holds by its mean over all ranks. With NCCL the host does not wait.

@@ -210,8 +210,8 @@ class GraphedStep(Joinable):
     def _run(self, inputs: dict[str, Any], update: bool) -> Tensor:
         raise_earlier(self._cuda.device)
         # like backward(), we add to gradients that are already there
-        accumulated = not update or self._held.ranks > 1
-        accumulated = accumulated or any(p.grad is not None for p in self._trained)
+        adds = any(parameter.grad is not None for parameter in self._trained)
+        accumulated = adds or not update or self._held.ranks > 1
         key = update, accumulated, self.model.training, form_of(inputs)
         graph = self._graphs.get(key) or self._new_graph(key, inputs, update)
         graph.labels.check(inputs, graph.inputs)
@@ -228,7 +228,7 @@ class GraphedStep(Joinable):
             return loss.clone()
         if graph.captured is None:
             graph.captured = self._capture(graph, update, accumulated)
-        self._replay(graph.captured, update, accumulated)
+        self._replay(graph.captured, update, accumulated, adds)
         return graph.captured.loss.clone()
 
     def _gradients(self, graph: _Graph, accumulated: bool) -> Tensor:
@@ -309,18 +309,23 @@ class GraphedStep(Joinable):
         addresses, found = addresses_of(self._parameters), self._worked_on(update)
         return _Captured(replay_gradients, replay_update, loss, addresses, found)
 
-    def _replay(self, step: _Captured, update: bool, accumulated: bool) -> None:
+    def _replay(self, step: _Captured, update: bool, accumulated: bool, adds: bool) -> None:
         """Replay the captured step, unless something it works on has changed. In that case no
-        parameter and no `.grad` changes: gradients that are not accumulated live in the graph.
-        Only side effects of a forward may have happened, such as dropout's draws.
+        parameter and no `.grad` changes: gradients that are not added live in the graph or in
+        buffers that no `.grad` shows yet. Only side effects of a forward may have happened, such as
+        dropout's draws. adds: there are gradients to which this batch's are added.
         """
         check_unchanged(step.addresses, addresses_of(self._parameters))
-        if accumulated:
+        if adds:
             check_unchanged(step.worked_on, self._worked_on(update))
             self._held.hold()
+        elif accumulated:
+            self._held.zero()
         step.replay_gradients()
-        if not accumulated:  # while the GPU is busy
+        if not adds:  # while the GPU is busy
             check_unchanged(step.worked_on, self._worked_on(update))
+            if accumulated:
+                self._held.show()
         if step.replay_update is not None:
             self._average()
             step.replay_update()

@@ -81,37 +81,48 @@ def test_what_a_graph_works_on_has_changed(device, change, named):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"), [(change_options, "an option"), (load_the_optimizer, "the optimizer's")]
+    ("change", "named", "earlier"),
+    [
+        (change_options, "an option", 1),
+        (load_the_optimizer, "the optimizer's", 1),
+        (freeze, "a parameter", 0),
+    ],
 )
-def test_a_refused_step_adds_nothing_to_accumulated_gradients(device, change, named):
+def test_a_refused_step_adds_nothing_to_gradients(device, change, named, earlier):
+    """Of micro-batches that were accumulated earlier, or of none."""
     step, _ = steps(tiny(device))
     train(step, [(batch(seed), seed % 2 == 1) for seed in range(2 * EAGER_CALLS + 2)])
     assert captured(step) == 2
-    step.accumulate(**batch(6))
+    train(step, [(batch(6), False)] * earlier)
     trained = [p for p in step.model.parameters() if p.requires_grad]
-    before = [p.grad.clone() for p in trained]
+    before = [p.grad.clone() if earlier else None for p in trained]
     change(step)
-    with pytest.raises(ValueError, match=f"{named} .* is not what it was"):
-        step(**batch(7))
-    assert all(map(torch.equal, [p.grad for p in trained], before))
+    with pytest.raises(ValueError, match=f"{named}.* is not what it was"):
+        train(step, [(batch(7), bool(earlier))])
+    for parameter, gradient in zip(trained, before, strict=True):
+        assert parameter.grad is gradient or parameter.grad.equal(gradient)
 
 
-def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
-    """Check everything else between the two launches: only the second can do harm."""
+@pytest.mark.parametrize("update", [True, False], ids=["update", "micro-batch"])
+def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch, update):
+    """Check everything else after the first launch, and before the second, which alone can do
+    harm."""
     step, _ = steps(tiny(device))
-    train(step, [(batch(seed), True) for seed in range(EAGER_CALLS + 1)])
+    for seed in range(EAGER_CALLS + 1):
+        train(step, [(batch(seed), update)])
+        step.optimizer.zero_grad()
     (graph,), calls = step._graphs.values(), Mock()
+    launches = ["replay_gradients", *["replay_update"] * update]
     for owner, name in (
         (graph_module, "addresses_of"),
         (graph_module, "worked_on"),
-        (graph.captured, "replay_gradients"),
-        (graph.captured, "replay_update"),
+        *((graph.captured, name) for name in launches),
     ):
         noted = Mock(wraps=getattr(owner, name))
         calls.attach_mock(noted, name)
         monkeypatch.setattr(owner, name, noted)
-    step(**batch(9))
-    order = ["addresses_of", "replay_gradients", "worked_on", "replay_update"]
+    train(step, [(batch(9), update)])
+    order = ["addresses_of", launches[0], "worked_on", *launches[1:]]
     assert [name for name, *_ in calls.mock_calls] == order
 
 
