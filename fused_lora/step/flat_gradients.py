@@ -33,6 +33,11 @@ class FlatGradients:
 
     def hold(self) -> None:
         """Make every `.grad` its view of a buffer, keeping its value; None becomes zeros."""
+        self.gather()
+        self.show()
+
+    def gather(self) -> None:
+        """Copy every `.grad` into its view of a buffer, unless it is that; for None, zeros."""
         if not self._views:
             self._allocate()
         empty = []
@@ -41,18 +46,13 @@ class FlatGradients:
                 empty.append(view)
             elif parameter.grad is not view:
                 view.copy_(parameter.grad)
-            parameter.grad = view
         if len(empty) == len(self._views):
             torch._foreach_zero_(self._buffers)
         elif empty:
             torch._foreach_zero_(empty)
 
-    def zero(self) -> None:
-        """Fill the buffers with zeros, whatever the `.grad`s are."""
-        torch._foreach_zero_(self._buffers)
-
     def show(self) -> None:
-        """Make every `.grad` its view of a buffer, as that is."""
+        """Make every `.grad` its view of a buffer."""
         for parameter, view in zip(self.trained, self._views, strict=True):
             parameter.grad = view
 

@@ -311,21 +311,19 @@ class GraphedStep(Joinable):
 
     def _replay(self, step: _Captured, update: bool, accumulated: bool, adds: bool) -> None:
         """Replay the captured step, unless something it works on has changed. In that case no
-        parameter and no `.grad` changes: gradients that are not added live in the graph or in
-        buffers that no `.grad` shows yet. Only side effects of a forward may have happened, such as
+        parameter and no `.grad` changes. Only side effects of a forward may have happened, such as
         dropout's draws. adds: there are gradients to which this batch's are added.
         """
         check_unchanged(step.addresses, addresses_of(self._parameters))
         if adds:
             check_unchanged(step.worked_on, self._worked_on(update))
-            self._held.hold()
-        elif accumulated:
-            self._held.zero()
+        if accumulated:
+            self._held.gather()
         step.replay_gradients()
         if not adds:  # while the GPU is busy
             check_unchanged(step.worked_on, self._worked_on(update))
-            if accumulated:
-                self._held.show()
+        if accumulated:
+            self._held.show()
         if step.replay_update is not None:
             self._average()
             step.replay_update()
