@@ -41,9 +41,9 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     and the decoder's forward only within a step. `remove` undoes all of it. What cannot be captured
     runs eagerly, and a warning names it once.
 
-    Batches of one shape share a graph, so they get at most max_graphs lengths: from a `FilledRows`
-    in a trainer that packs (TRL's packing=True), from a copy of its collator with a
-    `pad_to_multiple_of` in one that pads, unless you have set that. With any other collator, keep
+    Batches of one shape share a graph, so we keep their lengths to max_graphs. A trainer that packs
+    (TRL's packing=True) gets a `FilledRows` as its collator. One that pads gets a copy of its
+    collator with a `pad_to_multiple_of`, unless you have set that. With any other collator, keep
     the number of lengths small yourself.
 
     Graphs hold the activations of the largest shape until `remove`, also while you evaluate. They

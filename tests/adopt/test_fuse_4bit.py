@@ -63,8 +63,7 @@ BY_PARTS = (
 )  # fmt: skip
 # The functions that run, where layers run whole and where they cannot.
 WHOLE, PARTS = {"DecoderLayer"}, {"LoRA_MLP", "LoRA_Attention"}
-# A form is how a weight is read, a policy is when: each form has one policy whole, and often the
-# other by parts.
+# Each form runs under one policy of checkpoints in whole layers, and many under the other in parts.
 RUNS = {
     f"{name}-{form}-{policy}": (fusion, form, functions, policy)
     for name, fusion, forms, functions, policies in (

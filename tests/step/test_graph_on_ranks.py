@@ -295,7 +295,7 @@ SECONDS = 90  # imports take most of them; a rank that waits for another gives u
 @pytest.mark.gpu
 @on_two_gpus
 def test_torchrun_ends_all_ranks_with_the_message_of_one(tmp_path):
-    """NCCL tells the other ranks nothing."""
+    """NCCL tells nobody that one rank has failed. torchrun notices, and ends the others."""
     (tmp_path / "train.py").write_text(FAILING)
     tests = Path(__file__).parent
     paths = os.pathsep.join(map(str, (tests, tests.parent, tests.parents[1])))
