@@ -15,7 +15,7 @@ NO_PAGES = {"dev/words.py"}
 WORDS = {"README.md": 950, "docs/results.md": 1200, "docs/api.md": 1100, "docs/qlora.md": 800}
 WORDS_ELSEWHERE, WORDS_IN_DOCS, NUMBERS_IN_100_WORDS = 900, 7500, 8.0
 NEW_PAGES = {"docs/qlora.md"}  # the words in docs are those of the other pages
-STIFF_LINES = {"pages": 5, "code": 25}  # lower the second whenever it falls
+STIFF_LINES = {"pages": 5, "code": 24}  # lower the second whenever it falls
 PHRASES = r"""\b(of|for) which\b  , too\b  \bso that\b  \b(for|by) the sake of\b  \btold apart\b
     \btimes as fast\b  \bas (it|they) comes?\b  \bcomputed again\b  \bruns? again\b  \btakes? off\b
     \bof (its|their|one's|our) own\b  \bone of its own\b  \bthat there (is|are)\b  \bbut for\b
