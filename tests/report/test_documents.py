@@ -225,6 +225,14 @@ def test_the_readme_has_the_examples_speeds_beside_the_benchmarks(runs):
     assert lines == wanted
 
 
+def test_the_results_page_has_the_trainers_speeds_of_their_run():
+    page = (ROOT / "docs" / "results.md").read_text()
+    table = page[page.index("trainer, Qwen2.5-3B") : page.index("Graphs then computed")]
+    printed = (H200 / "trainers.txt").read_text()
+    speeds = re.findall(r"^\| .*SFT \| .* \| ([\d,]+) \| [-\d.]+ \| ", printed, re.MULTILINE)
+    assert re.findall(r"\d+,\d{3}", table) == speeds and len(speeds) == 12
+
+
 def over(plain, fused):
     return f"{float(fused.replace(',', '')) / float(plain.replace(',', '')):.2f}"
 
