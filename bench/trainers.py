@@ -4,9 +4,8 @@
 
 SFT packs chats into rows; "padded SFT", DPO and GRPO pad them. Weights are random, chats are ours,
 and all runs see the same ones. Each computes its library's own loss, so memory differs by that too.
-Steps are timed by the wall, generation included. A padded trainer captures a graph for each of up
-to eight lengths: give it --warm-up 40. --no-checkpointing keeps all activations. Needs trl, and a
-GPU.
+Steps are timed by the wall, generation included. In the first 40 a trainer captures a graph for
+each of up to eight lengths. --no-checkpointing keeps all activations. Needs trl, and a GPU.
 """
 
 import argparse
@@ -35,7 +34,7 @@ RUNS = {
     "DPO": (PLAIN, FUSED, GRAPHED),
     "GRPO": (PLAIN, FUSED, GRAPHED),
 }
-SIZES = {"--warm-up": 5, "--steps": 20, "--batch-size": 4, "--tokens": 1024, "--completion": 128}
+SIZES = {"--warm-up": 40, "--steps": 20, "--batch-size": 4, "--tokens": 1024, "--completion": 128}
 ON_GPU = torch.cuda.is_available()
 LORA = Lora(rank=32, alpha=64)
 

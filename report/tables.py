@@ -120,7 +120,7 @@ def _without_the_same(header: list[str], lines: list[list[str]]) -> str:
 def _by_length(cells: list[Cell], values: list) -> str:
     """Return the cells' value in words. If lengths differ, give each value with its lengths."""
     lengths: dict[str, dict[str, None]] = {}
-    for cell, value in zip(cells, values, strict=True):
+    for cell, value in sorted(zip(cells, values, strict=True), key=lambda one: one[0].seq_len):
         words = {"None": "none", "True": "on", "False": "off"}.get(str(value), str(value))
         lengths.setdefault(words, {})[str(cell.seq_len)] = None
     if len(lengths) == 1:

@@ -115,7 +115,7 @@ def test_the_title_says_what_surrounds_the_products():
 
 
 # an axis that ends beside a tick, and bars of very different lengths
-@pytest.mark.parametrize("name", ["h100/experiment", "h100/published-qwen3-0.6b"])
+@pytest.mark.parametrize("name", ["h100/experiment_2026-11-26", "h100/published-qwen3-0.6b"])
 def test_every_text_can_be_read(name):
     run = results.load(Path(__file__).parents[2] / "docs" / "runs" / f"{name}.json.gz")
     case.assert_readable(kernel_time.kernel_time_figure(run))

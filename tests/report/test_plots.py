@@ -52,7 +52,7 @@ RUNS = {
 # steps of 19 s
 RUNS |= {
     name: results.load(COMMITTED / f"{name}.json.gz")
-    for name in ("h200/beside_unsloth/20_steps", "h100/experiment", "h100/loss_curve-0",
+    for name in ("h200/beside_unsloth/20_steps", "h100/experiment_2026-11-26", "h100/loss_curve-0",
                  "h100/published-llama3-8b")
 }  # fmt: skip
 
@@ -270,7 +270,7 @@ def test_a_variant_looks_the_same_in_every_panel():
     assert names["fused MLP"].get_color() == look.colour
 
 
-@pytest.mark.slow("four", "h100/experiment", "rehearsal")
+@pytest.mark.slow("four", "h100/experiment_2026-11-26", "rehearsal")
 @pytest.mark.parametrize("name", RUNS)
 def test_no_text_is_cut_off_and_no_label_covers_another(name):
     picture = picture_of(name)
