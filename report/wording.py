@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from statistics import median
 
 import msgspec
 
@@ -153,8 +152,8 @@ def roughly(values: Sequence[float]) -> str:
         return f"{high:.2f}×"
     if high / low < 1.01:
         return f"a steady {values[-1]:.2f}×"
-    if high / low < 1.05:
-        return f"about {median(values):.1f}×"
+    if len(rounded := {f"{value:.1f}×" for value in values}) == 1:
+        return f"about {rounded.pop()}"
     return f"{low:.1f}× to {high:.1f}×"
 
 
