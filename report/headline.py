@@ -66,14 +66,15 @@ def answer(run: Run) -> str:
     found_share = "About half" if 0.4 < low < high < 0.6 else f"{low:.0%} to {high:.0%}"
     needed, *left = (found[variant, lengths[-1]].peak_gib or 0 for variant in (BASELINE, *ANSWERS))
     shares = [SHARES.get(round(needed / gib), f"{gib / needed:.0%}") for gib in left[1:]]
+    setting = f"{run.environment.device}, batch {run.experiment.batch_size}"
     return (
         "We wanted to know how much of Unsloth's speed comes from its fused MLP. So we trained the "
-        f"same Qwen2.5-3B LoRA four ways and timed every step. **{found_share} of it. In GPU time, "
-        f"fusing only the MLP gives {mlp}, {whatever}, and all of Unsloth {unsloth}. Fusing whole "
-        f"decoder layers gives {everything}. At {lengths[-1]} tokens these two allocate "
+        "same Qwen2.5-3B LoRA four ways and timed every step. "
+        f"**{found_share} of the time it saves. In GPU time, fusing only the MLP gives {mlp}, "
+        f"{whatever}. All of Unsloth gives {unsloth}, and fusing whole decoder layers "
+        f"{everything}. At {lengths[-1]} tokens Unsloth and whole layers allocate "
         f"{' and '.join(dict.fromkeys(shares))} of vanilla PEFT's memory.** "
-        f"({run.environment.device}, batch {run.experiment.batch_size}, Unsloth "
-        f"{release_of('unsloth', run)})"
+        f"({setting}, Unsloth {release_of('unsloth', run)})"
     )
 
 

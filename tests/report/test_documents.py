@@ -181,7 +181,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
             ceil(100 * max(max(b) / min(b) - 1 for b in busy)),
         ),
         r"rate of 1e-6, .* show (\d+) to (\d+)% of fp32's change in outputs\. "
-        r"Compiled PEFT shows (\d+)%\.\s+Whole .* (\d+)%": after_small_updates(),
+        r"Compiled PEFT overshoots: (\d+)%\.\s+Whole .* (\d+)%": after_small_updates(),
         r"On other H100s step times at 256 and 512 .* within (\d+)%, Unsloth's older": (
             ceil(max(map(abs, slower.values()))),
         ),
@@ -199,7 +199,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
     # what write-ups report for an A100; what a run wants of a card (no run), and one MLP's numbers,
     # which test_counts and test_drawing hold
     others = {"1.4×", "1.34×", "1.74×"} | {"48 GB", "24 GB", "7 GB", "4.5 GB", "0.79 GB"}
-    left = re.sub("8 × 1,024|32 × 512", "", left)
+    left = left.replace("8 × 1,024", "")
     assert set(re.findall(r"\d[\d.,]* ?(?:ms|GiB|GB|×|%)", left)) == others
 
 
