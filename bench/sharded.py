@@ -70,6 +70,8 @@ def model_without_memory(asked: argparse.Namespace) -> Any:
                 bnb_4bit_compute_dtype=DTYPE, bnb_4bit_quant_storage=DTYPE,
             )  # fmt: skip
             model = replace_with_bnb_linear(model, ["lm_head"], quantised)
+            for one in filter(is_linear_4bit, model.modules()):
+                one.to(DTYPE)  # bitsandbytes makes biases in fp32
             model.is_loaded_in_4bit = True
         rank = asked.lora_rank
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")

@@ -29,9 +29,11 @@ def rehearse(rank, device, base, wrapper):
 
 @pytest.mark.slow("nf4-sharded")
 @pytest.mark.parametrize(
-    ("base", "wrapper"), [("bf16", "sharded"), ("nf4", "sharded"), ("nf4", "replicated")]
+    ("base", "wrapper"),
+    [("bf16", "sharded"), ("nf4", "sharded"), ("nf4", "replicated"), ("nf4", "alone")],
 )
-def test_a_model_trains_fused_as_it_does_plain(base, wrapper):
+def test_a_model_trains_fused_as_it_does_plain(base, wrapper, monkeypatch):
+    monkeypatch.setattr("bench.sharded.DTYPE", torch.bfloat16)  # as on a GPU
     for losses in on_ranks(2, rehearse, base, wrapper):
         assert losses["fused"] == pytest.approx(losses["plain"], rel=1e-2)
 
