@@ -5,15 +5,15 @@
 --wrapper says where base weights lie, and who averages gradients: "sharded" over the ranks (FSDP2),
 "replicated" on each with sharded adapters (FSDP2), "ddp", or "alone", which averages nothing.
 Tokens are random, and weights too, unless --model is a checkpoint's folder. No rank ever holds a
-sharded model whole. Of a checkpoint each reads its share. For NF4 it reads all decoder layers, one
-at a time, quantises each and keeps its share.
+sharded model whole: each draws or reads its share. For NF4 all gather one matrix at a time and
+quantise it. Adapters are in fp32, as PEFT makes them.
 """
 
 import argparse
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, empty
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse
@@ -40,9 +41,9 @@ def shard_adapters(model: Any) -> Any:
     return fully_shard(model, ignored_params={p for p in model.parameters() if not p.requires_grad})
 
 
-SHARDED = "sharded"  # by `built_model`
+SHARDED = "sharded"
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    SHARDED: lambda model: model,
+    SHARDED: lambda model: model,  # by `built_model`
     "replicated": shard_adapters,
     "ddp": DistributedDataParallel,
     "alone": lambda model: model,
@@ -75,24 +76,27 @@ def model_without_memory(asked: argparse.Namespace) -> Any:
             model.is_loaded_in_4bit = True
         rank = asked.lora_rank
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        model = get_peft_model(model, lora)
     model.tie_weights()  # a parameter that is set within is a new one
     return model.train()
 
 
 def built_model(asked: argparse.Namespace, device: torch.device) -> Any:
-    """Return a PEFT model with its weights on the device, or this rank's share of them."""
+    """Return a PEFT model with its weights on the device, or this rank's share of them.
+
+    Layers are quantised and sharded one by one, while the others are still shapes.
+    """
     model = model_without_memory(asked)
-    torch.manual_seed(0)  # a layer that is quantised is the same on all ranks
+    is_sharded = asked.wrapper == SHARDED
+    torch.manual_seed(dist.get_rank() if is_sharded else 0)  # whole weights are the same on all
     for name, layer in model.named_modules():
         if name.rpartition(".")[0].endswith("model.layers"):
             if asked.base == NF4:
                 quantise_layer(layer, f"{name}.", asked.model, device)
-            if asked.wrapper == SHARDED:
+            if is_sharded:
                 fully_shard(layer)
-    if asked.wrapper == SHARDED:
+    if is_sharded:
         fully_shard(model)
-        torch.manual_seed(dist.get_rank())
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     model.tie_weights()
     packed = {f"{name}.weight" for name, one in model.named_modules() if is_linear_4bit(one)}
@@ -106,26 +110,32 @@ def is_linear_4bit(module: nn.Module) -> bool:
 
 def quantise_layer(layer: nn.Module, prefix: str, source: str, device: torch.device) -> None:
     """Give the 4-bit linear layers in a decoder layer their whole weights. prefix: of their
-    names."""
+    names.
+
+    Each rank draws or reads its share of the rows. All gather one matrix at a time to quantise it.
+    """
     from bitsandbytes.nn import Params4bit
 
     linears: dict[str, Any] = {n: one for n, one in layer.named_modules() if is_linear_4bit(one)}
-    weights = {
-        f"{prefix}{name}.weight": torch.empty(
-            one.out_features, one.in_features, dtype=DTYPE, device=device
+    ranks = init_device_mesh(device.type, (dist.get_world_size(),))
+    shares = {
+        f"{prefix}{name}.weight": empty(
+            one.out_features, one.in_features, dtype=DTYPE,
+            device_mesh=ranks, placements=[Shard(0)],
         )
         for name, one in linears.items()
-    }
-    fill_weights(weights, source)
-    for one, weight in zip(linears.values(), weights.values(), strict=True):
+    }  # fmt: skip
+    fill_weights(shares, source)
+    for one, share in zip(linears.values(), shares.values(), strict=True):
         packed: Any = Params4bit(
-            weight, requires_grad=False, quant_type="nf4", quant_storage=DTYPE, module=one
-        )
+            share.full_tensor(), requires_grad=False, quant_type="nf4", quant_storage=DTYPE,
+            module=one,
+        )  # fmt: skip
         one.weight = packed.to(device)
 
 
 @torch.no_grad()
-def fill_weights(parameters: dict[str, Tensor], source: str) -> None:
+def fill_weights(parameters: Mapping[str, Tensor], source: str) -> None:
     """Write random values, or a checkpoint's. Each rank reads its own share of a DTensor."""
     for name, parameter in parameters.items():
         values = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -156,11 +166,10 @@ def save_adapters(model: Any, folder: Path) -> None:
 
 
 def report_speed(
-    name: str, model: Any, asked: argparse.Namespace, device: torch.device
+    name: str, model: Any, vocabulary: int, asked: argparse.Namespace, device: torch.device
 ) -> list[float]:
     """Train, and print tokens/s a GPU and peak memory. Return this rank's losses."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    vocabulary = (model.module if asked.wrapper == "ddp" else model).config.vocab_size
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     shape = asked.batch_size, asked.tokens
     losses, seconds = [], 0.0
@@ -238,7 +247,7 @@ def train_each(asked: argparse.Namespace, device: torch.device) -> dict[str, lis
         if run == "fused" and (done := fuse(model, fusion)) and dist.get_rank() == 0:
             print(done)
         wrapped = WRAPPERS[asked.wrapper](model)
-        losses[run] = report_speed(run, wrapped, asked, device)
+        losses[run] = report_speed(run, wrapped, model.config.vocab_size, asked, device)
         if asked.out and run == asked.runs[-1]:
             save_adapters(model, asked.out)
         del model, wrapped
