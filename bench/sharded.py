@@ -12,11 +12,12 @@ quantise it. Adapters are in fp32, as PEFT makes them.
 import argparse
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, empty
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.weights import Source, check_architecture
 from fused_lora import Fusion, fuse
-from fused_lora.step.checkpoint import POLICIES
-from variants import BASES, BF16, NF4
+from fused_lora.step.checkpoint import POLICIES, Checkpoint
+from variants import BASES, BF16, NF4, TARGETS
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 RUNS = ("plain", "fused")
+SIZES = {"tokens": 4096, "batch-size": 1, "lora-rank": 16, "warm-up": 3, "steps": 10}
+RANK_0_SPEAKS_S = 10.0  # how long the other ranks leave an error to rank 0
 
 
 def shard_adapters(model: Any) -> Any:
@@ -65,10 +69,10 @@ def model_without_memory(asked: argparse.Namespace) -> Any:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
         model.config.use_cache = False
         if asked.base == NF4:
-            # FSDP2 shards floating point alone
             quantised = BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=DTYPE, bnb_4bit_quant_storage=DTYPE,
+                bnb_4bit_compute_dtype=DTYPE,
+                bnb_4bit_quant_storage=DTYPE,  # FSDP2 shards floating point alone
             )  # fmt: skip
             model = replace_with_bnb_linear(model, ["lm_head"], quantised)
             for one in filter(is_linear_4bit, model.modules()):
@@ -77,7 +81,7 @@ def model_without_memory(asked: argparse.Namespace) -> Any:
         rank = asked.lora_rank
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
         model = get_peft_model(model, lora)
-    model.tie_weights()  # a parameter that is set within is a new one
+    model.tie_weights()  # emptying made two parameters of a tied one
     return model.train()
 
 
@@ -98,7 +102,7 @@ def built_model(asked: argparse.Namespace, device: torch.device) -> Any:
     if is_sharded:
         fully_shard(model)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    model.tie_weights()
+    model.tie_weights()  # and so did that
     packed = {f"{name}.weight" for name, one in model.named_modules() if is_linear_4bit(one)}
     fill_weights({n: p for n, p in model.named_parameters() if n not in packed}, asked.model)
     return model
@@ -109,8 +113,7 @@ def is_linear_4bit(module: nn.Module) -> bool:
 
 
 def quantise_layer(layer: nn.Module, prefix: str, source: str, device: torch.device) -> None:
-    """Give the 4-bit linear layers in a decoder layer their whole weights. prefix: of their
-    names.
+    """Give the 4-bit linear layers in a decoder layer their whole weights. prefix: its name.
 
     Each rank draws or reads its share of the rows. All gather one matrix at a time to quantise it.
     """
@@ -204,31 +207,52 @@ def synchronized_s() -> float:
     return time.perf_counter()
 
 
+class RankParser(argparse.ArgumentParser):
+    """A parser that raises its errors: `main` prints them, on one rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see --help)")
+
+
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Return the arguments. Raises ValueError, in one line, if they cannot run."""
+    parser = RankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a config.json, or a checkpoint's folder")
     parser.add_argument("--base", choices=BASES, default=BF16)
     parser.add_argument("--wrapper", choices=WRAPPERS, default=SHARDED)
     parser.add_argument("--out", type=Path, help="a folder for the adapters of the last run")
-    parser.add_argument("--checkpoint", choices=POLICIES, default="full")
+    parser.add_argument("--checkpoint", choices=POLICIES, default="full",
+                        help="of fused; plain PEFT's is full, or none")  # fmt: skip
     parser.add_argument("--checkpoint-gib", type=float, help="for selective")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
-    for size, usual in (
-        ("tokens", 4096), ("batch-size", 1), ("lora-rank", 16), ("warm-up", 3), ("steps", 10)
-    ):  # fmt: skip
+    for size, usual in SIZES.items():
         parser.add_argument(f"--{size}", type=int, default=usual)
     asked = parser.parse_args(arguments)
-    model = Path(asked.model)
+    for size in SIZES:
+        least = 0 if size == "warm-up" else 1
+        if (value := getattr(asked, size.replace("-", "_"))) < least:
+            raise ValueError(f"--{size} is {value}: give {least} or more")
+    Checkpoint(asked.checkpoint, asked.checkpoint_gib)  # raises ValueError
+    check_trainable(Path(asked.model))
+    if asked.base == NF4 and find_spec("bitsandbytes") is None:
+        raise ValueError('--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"')
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError("start it with torchrun --nproc-per-node N -m bench.sharded")
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if ON_GPU and ranks > gpus:
+        raise ValueError(f"--nproc-per-node {ranks}: there are {gpus} GPUs, give {gpus}")
+    return asked
+
+
+def check_trainable(model: Path) -> None:
+    """Raise ValueError unless it is an architecture, or a checkpoint's folder, that can train."""
     if not model.exists():
-        parser.exit(2, f"--model {model}: no such file; give one of configs/*.json, or a folder\n")
+        raise ValueError(f"--model {model}: no such file; give one of configs/*.json, or a folder")
     for needed in ("config.json", "*.safetensors"):
         if model.is_dir() and not any(model.glob(needed)):
-            parser.exit(2, f"--model {model}: no {needed} in it; give a checkpoint's folder\n")
-    if asked.base == NF4 and find_spec("bitsandbytes") is None:
-        parser.exit(2, '--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"\n')
-    if "LOCAL_RANK" not in os.environ:
-        parser.exit(2, "start it with torchrun --nproc-per-node N -m bench.sharded\n")
-    return asked
+            raise ValueError(f"--model {model}: no {needed} in it; give a checkpoint's folder")
+    config = None if model.is_dir() else model
+    check_architecture(Source(str(model), "", model, config, tokenizer=Path()), TARGETS)
 
 
 def train_each(asked: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:
@@ -254,15 +278,24 @@ def train_each(asked: argparse.Namespace, device: torch.device) -> dict[str, lis
     return losses
 
 
-def main() -> None:
-    asked = parsed()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
-    if ON_GPU:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if ON_GPU else "gloo")
-    train_each(asked, device)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code. An error of ours is one line, on rank 0 if it has the same."""
+    try:
+        asked = parsed(arguments)
+        rank = int(os.environ["LOCAL_RANK"])
+        device = torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
+        if ON_GPU:
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if ON_GPU else "gloo")
+        train_each(asked, device)
+    except ValueError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(RANK_0_SPEAKS_S)  # torchrun ends all ranks when one has ended
+        print(f"sharded: {error}", file=sys.stderr, flush=True)
+        return 2
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """A rehearsal of bench.sharded."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.options import HERE
-from bench.sharded import DTYPE, built_model, parsed, save_adapters, train_each
+from bench.sharded import DTYPE, built_model, main, parsed, save_adapters, train_each
 
 TINY = str(HERE / "configs" / "tiny.json")
 TOKENS = torch.arange(8)[None]
@@ -110,23 +111,44 @@ def test_ranks_load_a_checkpoint_by_shares_and_one_merges_what_they_save(saved, 
         assert relative_error(unadapted, first) > 0.4
 
 
-# files in the folder -> what starting there says of a model
-CANNOT_START = {
-    "nowhere": ((), "nowhere", "no such file"),
-    "a folder without a config": (("model.safetensors",), ".", "no config.json"),
-    "a folder without weights": (("config.json", "model.bin"), ".", "no *.safetensors"),
-    "without torchrun": ((), TINY, "with torchrun"),
+# a model, what else is asked for -> the words that refuse it
+REFUSED = {
+    "nowhere": ("nowhere", (), "no such file"),
+    "a folder without a config": ("unconfigured", (), "no config.json"),
+    "a folder without weights": ("weightless", (), "no *.safetensors"),
+    "a model of another kind": ("gpt2.json", (), "cannot be trained here"),
+    "selective without its memory": (TINY, ("--checkpoint", "selective"), "needs checkpoint_gib"),
+    "no steps": (TINY, ("--steps", "0"), "--steps is 0: give 1 or more"),
+    "an unknown base": (TINY, ("--base", "int8"), "invalid choice: 'int8'"),
+    "without torchrun": (TINY, (), "with torchrun"),
 }
 
 
-@pytest.mark.parametrize("how", CANNOT_START)
-def test_what_cannot_start_says_so(how, monkeypatch, tmp_path, capsys):
-    files, model, words = CANNOT_START[how]
-    for name in files:
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_start_says_so(why, monkeypatch, tmp_path, capsys):
+    model, more, words = REFUSED[why]
+    for name in (
+        "unconfigured/model.safetensors",
+        "weightless/config.json",
+        "weightless/model.bin",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
+    (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(SystemExit, match="2"):
-        parsed(["--model", model])
+    assert main(["--model", model, *more]) == 2
     told = capsys.readouterr().err
     assert words in told and told.count("\n") == 1
+
+
+def test_other_ranks_leave_an_error_to_rank_0(monkeypatch, capsys):
+    def ended(seconds):
+        assert seconds > 1.0
+        raise KeyboardInterrupt  # as torchrun ends them
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(time, "sleep", ended)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--model", "nowhere"])
+    assert not capsys.readouterr().err
