@@ -172,7 +172,8 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     it has no padding or the result would not be exact. The host waits for the number of tokens.
 
     inputs: the decoder's arguments by name. labels: [batch, positions], each at the token that
-    predicts it. The result is exact if no padding predicts a label and no cache is filled.
+    predicts it. The result is exact if no padding predicts a label and no cache is filled, and
+    with sinks if none lies between tokens.
 
     The graph of a `GraphedStep` has one shape, so its batch keeps the padding and has documents as
     its mask. This needs eager calls that saw padding, none of it predicting a label or lying
@@ -205,11 +206,14 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs | {"attention_mask": _padding_apart(is_token)}, labels
     places = is_token.flatten().nonzero().squeeze(1)
     is_exact, is_padded = not is_predicting.any(), len(places) < is_token.numel()
+    is_parted = is_padded and bool(_is_parted(is_token).any())
     if seen is not None:
         seen.is_there |= is_padded
-        seen.is_apart &= is_exact and not bool(_is_parted(is_token).any())
-    if is_graphed(decoder) and is_exact and not bool(_is_parted(is_token).any()):
+        seen.is_apart &= is_exact and not is_parted
+    if is_graphed(decoder) and is_exact and not is_parted:
         return inputs | {"attention_mask": _padding_apart(is_token)}, labels
+    if is_parted and have_sinks(decoder):  # its sliding window counts the padding
+        return inputs, labels
     if not len(places) or not is_padded or not is_exact or is_graphed(decoder):
         return inputs, labels
 

@@ -124,6 +124,14 @@ def labelled_padding(device):
     return batch | {"labels": batch["input_ids"]}
 
 
+def parted(device):
+    batch = masked(device)
+    batch["attention_mask"][0, 4] = 0
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][0, 4:6] = -100
+    return batch
+
+
 REASONS = {
     "trained sinks": (PARTS, train_sinks, whole_rows, "its sinks are trained"),
     "a hook in one layer": (PARTS, hook, masked, "its mask is a matrix"),
@@ -134,6 +142,7 @@ REASONS = {
         "its mask is a matrix",
     ),
     "padding that predicts a label": (PARTS, left_alone, labelled_padding, "its mask is a matrix"),
+    "padding between tokens": (PARTS, left_alone, parted, "its mask is a matrix"),
 }
 
 
