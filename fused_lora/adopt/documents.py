@@ -219,8 +219,10 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
 
     if "inputs_embeds" not in tokens and why_call(decoder.embed_tokens):
         # a hook may read the batch's shape, as NEFTune's does to scale its noise
-        inputs, embedded = inputs | {"input_ids": None}, decoder.embed_tokens(inputs["input_ids"])
-        tokens = {"inputs_embeds": embedded}
+        ids, inputs = inputs["input_ids"], inputs | {"input_ids": None}
+        tokens = {"inputs_embeds": decoder.embed_tokens(ids)}
+        if getattr(decoder, "hidden_size_per_layer_input", 0):  # Gemma 4's, also of ids
+            tokens["per_layer_inputs"] = decoder.get_per_layer_inputs(ids, None)
 
     def picked(rows: Tensor) -> Tensor:
         return rows.flatten(0, 1).index_select(0, places.to(rows.device))[None]

@@ -142,10 +142,15 @@ def test_padded_batches_train_as_they_do_and_without_their_padding(
     assert_trained_as(got, plain, batch)
 
 
-@pytest.mark.parametrize("name", ["embed_tokens", ""])
-def test_a_hook_on_a_decoder_or_its_embeddings_sees_the_padded_batch(name, device):
-    """NEFTune's scales noise by the number of positions."""
-    fused, plain = pair(device, WHOLE)
+GEMMA_4 = {"vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0, "global_head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [("embed_tokens", "Qwen2"), ("", "Qwen2"), ("embed_tokens", "Gemma4Text")]
+)
+def test_a_hook_on_a_decoder_or_its_embeddings_sees_the_padded_batch(name, family, device):
+    """NEFTune's scales noise by the number of positions. Gemma 4 has each layer's embeddings too."""
+    fused, plain = pair(device, WHOLE, family, **(GEMMA_4 if family == "Gemma4Text" else {}))
     batch = padded("right", device)
 
     def divide(_, given, output):
