@@ -40,6 +40,7 @@ from .site import having, unfused
 
 DECODER = frozenset({"documents"})  # the parts of a decoder's fused forward
 IN_NO_VOCABULARY = -1  # a label
+LAYER_INPUTS = "per_layer_inputs"  # Gemma 4's, [batch, positions, layers, features]
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
 
@@ -181,7 +182,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     host cannot look.
     """
     mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
-    given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds")}
+    given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds", LAYER_INPUTS)}
     tokens = {name: rows for name, rows in given.items() if rows is not None}
     if (
         not hasattr(decoder, "layers")  # a multimodal model: its decoder is inside
@@ -222,7 +223,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         ids, inputs = inputs["input_ids"], inputs | {"input_ids": None}
         tokens = {"inputs_embeds": decoder.embed_tokens(ids)}
         if getattr(decoder, "hidden_size_per_layer_input", 0):  # Gemma 4's, also of ids
-            tokens["per_layer_inputs"] = decoder.get_per_layer_inputs(ids, None)
+            tokens[LAYER_INPUTS] = decoder.get_per_layer_inputs(ids, None)
 
     def picked(rows: Tensor) -> Tensor:
         return rows.flatten(0, 1).index_select(0, places.to(rows.device))[None]

@@ -10,7 +10,7 @@ from fused_mlp.launching import is_capturing
 
 from ..cross_entropy import labelled_rows
 from ..label_check import IGNORED, checking
-from .documents import unpadded
+from .documents import LAYER_INPUTS, unpadded
 from .foreign.forwards import fused_parts_of
 from .foreign.versions import as_named
 from .projection import why_call
@@ -46,8 +46,10 @@ def run_decoder(
     max_labelled_tokens: int | None = None,
 ) -> DecoderStates:  # fmt: skip
     """Run the decoder on inputs without their padding, where that is exact. labels: each at the
-    token that predicts it, on the head's device. options: of the call; one may be added."""
+    token that predicts it, on the head's device. options: of the call, which may change."""
     wanted = labels  # the true labels: unpadded may mark some as wrong
+    if LAYER_INPUTS in options:
+        inputs = inputs | {LAYER_INPUTS: options.pop(LAYER_INPUTS)}
     given = inputs
     if not _shows_states(model, options):
         inputs, labels = unpadded(model.model, inputs, labels)

@@ -165,6 +165,16 @@ def test_a_hook_on_a_decoder_or_its_embeddings_sees_the_padded_batch(name, famil
     assert_trained_as(step(fused, batch), plain, batch)
 
 
+def test_padding_leaves_the_inputs_of_each_layer_as_well(device):
+    """Whoever gives Gemma 4 embeddings may give those of its layers beside them."""
+    fused, plain = pair(device, PARTS, "Gemma4Text", **GEMMA_4)
+    batch, decoder = on(device, padded("right", device)), plain.base_model.model.model
+    tokens = batch.pop("input_ids")
+    batch["inputs_embeds"] = decoder.embed_tokens(tokens).detach()
+    batch["per_layer_inputs"] = decoder.get_per_layer_inputs(tokens, None).detach()
+    assert_trained_as(step(fused, batch), plain, batch)
+
+
 @pytest.mark.slow("Llava")
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Gemma 3, multimodal", "Llava"])
 def test_padded_batches_of_multimodal_models_keep_their_padding(name, device):
