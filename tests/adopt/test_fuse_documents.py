@@ -149,7 +149,7 @@ GEMMA_4 = {"vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0, "global_
     ("name", "family"), [("embed_tokens", "Qwen2"), ("", "Qwen2"), ("embed_tokens", "Gemma4Text")]
 )
 def test_a_hook_on_a_decoder_or_its_embeddings_sees_the_padded_batch(name, family, device):
-    """NEFTune's scales noise by the number of positions. Gemma 4 has each layer's embeddings too."""
+    """NEFTune's scales noise by the number of positions. Gemma 4 embeds for each layer too."""
     fused, plain = pair(device, WHOLE, family, **(GEMMA_4 if family == "Gemma4Text" else {}))
     batch = padded("right", device)
 
