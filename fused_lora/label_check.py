@@ -7,7 +7,7 @@ vocabulary, and leaves CUDA unusable. The fused loss makes such a row NaN and ra
 One kernel finds the first wrong label and writes it into 16 bytes on the GPU, which are copied into
 pinned host memory. That is two launches, and the host waits for neither. It reads that memory
 
-- at once, before the model runs, if it waits anyway to count the labelled tokens (`labelled_rows`);
+- at once, before the head runs, if it waits anyway to count the labelled tokens (`labelled_rows`);
 - in the next call of a loss or of the `GraphedStep`, in a CUDA graph or with max_labelled_tokens.
   The GPU keeps the first wrong label, however many steps the host is ahead.
 

@@ -61,6 +61,8 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
 
     With args.logging_nan_inf_filter, a Trainer's default, the host reads every loss. We do the same
     on the GPU, and the host no longer waits: the trainer gets a copy of its arguments without it.
+    Batches go to the GPU with accelerate's non_blocking=True. Otherwise the host waits for the last
+    update before it collates the next batch, and the GPU idles meanwhile.
 
     Args:
         trainer: transformers' Trainer or a subclass, with a PEFT model, on one GPU per rank.
@@ -112,6 +114,9 @@ class GraphedSteps:
         if self._filters_nan:
             trainer.args = copy.copy(args)
             trainer.args.logging_nan_inf_filter = False
+        self._own_loading = trainer.accelerator.dataloader_config
+        trainer.accelerator.dataloader_config = copy.copy(self._own_loading)
+        trainer.accelerator.dataloader_config.non_blocking = True
         trainer.data_collator = self._collator_of_few_lengths()
         self._checkpoints = self._checkpoint_in_graphs()
 
@@ -130,6 +135,7 @@ class GraphedSteps:
                 delattr(self.trainer, name)
                 if own is not None:
                     setattr(self.trainer, name, own)
+            self.trainer.accelerator.dataloader_config = self._own_loading
             if self._checkpoints:
                 for _, layer in checkpointing.layers_of(self.trainer.model):
                     checkpointing.remove(layer)

@@ -10,6 +10,7 @@ from fused_mlp.launching import is_capturing
 
 from ..cross_entropy import labelled_rows
 from ..label_check import IGNORED, checking
+from ..step.graphed_module import is_graphed
 from .documents import LAYER_INPUTS, unpadded
 from .foreign.forwards import fused_parts_of
 from .foreign.versions import as_named
@@ -58,23 +59,18 @@ def run_decoder(
         is_token = given["attention_mask"].bool().to(labels.device)
     # the host would wait for the number of labelled tokens, which no capture allows
     drop_ignored = not is_capturing(labels)
-    rows = None
+    rows, outputs = None, None
     if not torch.compiler.is_compiling():
         waits = drop_ignored and max_labelled_tokens is None
         with checking(wanted, len(head.weight), waits=waits):
+            if is_graphed(model.model):  # all tokens: launch it before the host waits
+                outputs = model.model(**as_named(inputs), **options)
             if drop_ignored or max_labelled_tokens is not None:
                 rows = labelled_rows(labels, max_labelled=max_labelled_tokens)
-    if rows is not None:
-        names = ("input_ids", "inputs_embeds")
-        tokens = next((inputs[name] for name in names if inputs.get(name) is not None), None)
-        # labels of the wrong shape are refused later; their rows may not exist
-        if (
-            tokens is not None
-            and labels.shape == tokens.shape[:2]
-            and _may_leave_out(model, head, options)
-        ):
+    if outputs is None:
+        if rows is not None and _may_leave_out(model, head, inputs, labels, options):
             options["labelled"] = model.model.layers[-1], rows
-    outputs = model.model(**as_named(inputs), **options)
+        outputs = model.model(**as_named(inputs), **options)
     hidden = outputs.last_hidden_state
     return DecoderStates(outputs, hidden, labels.to(hidden.device), rows, drop_ignored, is_token)
 
@@ -84,10 +80,16 @@ def _shows_states(model: Any, options: dict[str, Any]) -> bool:
     return any(options.get(name) or getattr(model.config, name) for name in names)
 
 
-def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool:
+def _may_leave_out(
+    model: Any, head: nn.Linear, inputs: dict[str, Any], labels: Tensor, options: dict[str, Any]
+) -> bool:
     """Return True if the last layer may compute its output for labelled tokens only: it is fused,
     and nobody but the loss sees its output."""
-    decoder = model.model
+    decoder, names = model.model, ("input_ids", "inputs_embeds")
+    tokens = next((inputs[name] for name in names if inputs.get(name) is not None), None)
+    # labels of the wrong shape are refused later; their rows may not exist
+    if tokens is None or labels.shape != tokens.shape[:2]:
+        return False
     if not hasattr(decoder, "layers"):  # a multimodal model: its text tower has them
         return False
     last = decoder.layers[-1]

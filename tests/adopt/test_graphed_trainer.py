@@ -12,12 +12,13 @@ from cases import layer_case
 from cases.four_bit_case import quantised
 from cases.fp8_case import CONFIG as FP8_CONFIG
 from cases.fp8_case import FP8
-from cases.graph_case import Recorded, assert_same, chat
+from cases.graph_case import WAITS, Recorded, assert_same, chat
 from cases.layer_case import LAYER
 from cases.peft_models import ids
 from cases.reference import relative_error
 from cases.trl_case import tokenizer
 from torch.nn.attention import sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from fused_lora import FilledRows, Fusion, fuse, graph_steps
@@ -33,6 +34,7 @@ from fused_lora.adopt.layer import borders_of
 from fused_lora.kernels.documents import is_documents
 from fused_lora.kernels.qkv_attention import CUDNN, WITHOUT_CUDNN
 from fused_lora.step.graphed_module import GraphedModule
+from fused_lora.step.replays import Replays
 
 # 13 rows make seven batches an epoch. The last has one row and gets its own update.
 USUAL = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 2**-7}
@@ -190,11 +192,40 @@ def test_a_loss_that_is_no_number_is_logged_as_the_trainer_does(tmp_path, device
     assert done[0] == done[1] and len(done[0]) > 4
 
 
+def test_a_packed_step_launches_its_decoder_before_the_host_waits(tmp_path, device, monkeypatch):
+    done, run = [], Replays.run
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if WAITS & {*func.tags}:
+                done.append("wait")
+            return func(*args, **(kwargs or {}))
+
+    def watched_run(*given):
+        done.append("launch")
+        return run(*given)
+
+    def watched_step(*given):
+        done.clear()
+        with Watch():
+            return steps.training_step(*given)
+
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+    trainer = trainer_of("SFTTrainer", model, tmp_path, packing=True, max_length=16)
+    fuse(model)
+    steps = graph_steps(trainer)
+    monkeypatch.setattr(Replays, "run", watched_run)
+    trainer.training_step = watched_step
+    trainer.train()
+    assert steps.decoder.captured and done[:2] == ["launch", "wait"]
+    assert trainer.get_train_dataloader()._non_blocking  # nor did it wait to copy the batch
+
+
 def test_remove_leaves_the_trainer_as_it_was(tmp_path, device):
     model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
     options = {"packing": True, "max_length": 1000, "gradient_checkpointing": True}
     trainer = trainer_of("SFTTrainer", model, tmp_path, **options)
-    before = dict(vars(trainer))
+    before = dict(vars(trainer)) | {"loading": trainer.accelerator.dataloader_config}
     switches = [dict(vars(layer)) for _, layer in layers_of(model)]
     graph_steps(trainer)
     steps = graph_steps(trainer)  # instead of the first
@@ -203,7 +234,7 @@ def test_remove_leaves_the_trainer_as_it_was(tmp_path, device):
     assert "no step has run yet" in str(steps)
     assert trainer.args is not before["args"] and policy_of(layer_case.layer_of(model))
     steps.remove()
-    assert vars(trainer) == before
+    assert vars(trainer) | {"loading": trainer.accelerator.dataloader_config} == before
     assert [dict(vars(layer)) for _, layer in layers_of(model)] == switches
 
 
