@@ -316,6 +316,7 @@ def test_a_trainers_examples_become_one_row_of_one_length():
             assert all(got[name].equal(want[name]) for name in want)
     for wrong, told in (
         ([{"input_ids": [1, 2], "labels": [1]}], "example 0 has 2 tokens, 1 labels"),
+        ([{"input_ids": [1, 2], "completion_mask": [1]}], "2 tokens, 1 labels and documents of 2"),
         ([{"input_ids": [1, 2], "seq_lengths": [1]}], "2 labels and documents of 1: give"),
         ([], "should be one row"),
     ):
