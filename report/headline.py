@@ -70,7 +70,7 @@ def answer(run: Run) -> str:
     return (
         "We wanted to know how much of Unsloth's speed comes from its fused MLP. So we trained the "
         "same Qwen2.5-3B LoRA four ways and timed every step. "
-        f"**{found_share} of the time it saves. In GPU time, fusing only the MLP gives {mlp}, "
+        f"**{found_share} of Unsloth's time saving. In GPU time, fusing only the MLP gives {mlp}, "
         f"{whatever}. All of Unsloth gives {unsloth}, and fusing whole decoder layers "
         f"{everything}. At {lengths[-1]} tokens Unsloth and whole layers allocate "
         f"{' and '.join(dict.fromkeys(shares))} of vanilla PEFT's memory.** "
