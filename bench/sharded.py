@@ -81,7 +81,7 @@ def model_without_memory(asked: argparse.Namespace) -> Any:
         rank = asked.lora_rank
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
         model = get_peft_model(model, lora)
-    model.tie_weights()  # emptying made two parameters of a tied one
+    model.tie_weights()  # a tied parameter had become two
     return model.train()
 
 
@@ -102,7 +102,7 @@ def built_model(asked: argparse.Namespace, device: torch.device) -> Any:
     if is_sharded:
         fully_shard(model)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    model.tie_weights()  # and so did that
+    model.tie_weights()  # again
     packed = {f"{name}.weight" for name, one in model.named_modules() if is_linear_4bit(one)}
     fill_weights({n: p for n, p in model.named_parameters() if n not in packed}, asked.model)
     return model
@@ -268,8 +268,13 @@ def train_each(asked: argparse.Namespace, device: torch.device) -> dict[str, lis
         if run == "plain" and asked.checkpoint != "none":
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
-        if run == "fused" and (done := fuse(model, fusion)) and dist.get_rank() == 0:
-            print(done)
+        if run == "fused":
+            try:
+                done = fuse(model, fusion)
+            except ValueError as error:
+                sys.exit(refused(error))
+            if dist.get_rank() == 0:
+                print(done)
         wrapped = WRAPPERS[asked.wrapper](model)
         losses[run] = report_speed(run, wrapped, model.config.vocab_size, asked, device)
         if asked.out and run == asked.runs[-1]:
@@ -278,21 +283,25 @@ def train_each(asked: argparse.Namespace, device: torch.device) -> dict[str, lis
     return losses
 
 
+def refused(error: ValueError) -> int:
+    """Print a request's error in one line, on rank 0 if it has the same. Return the exit code."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(RANK_0_SPEAKS_S)  # torchrun ends all ranks when one has ended
+    print(f"sharded: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code. An error of ours is one line, on rank 0 if it has the same."""
     try:
         asked = parsed(arguments)
-        rank = int(os.environ["LOCAL_RANK"])
-        device = torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
-        if ON_GPU:
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if ON_GPU else "gloo")
-        train_each(asked, device)
     except ValueError as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(RANK_0_SPEAKS_S)  # torchrun ends all ranks when one has ended
-        print(f"sharded: {error}", file=sys.stderr, flush=True)
-        return 2
+        return refused(error)
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if ON_GPU else "gloo")
+    train_each(asked, device)
     dist.destroy_process_group()
     return 0
 

@@ -207,8 +207,8 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs | {"attention_mask": _padding_apart(is_token)}, labels
     places = is_token.flatten().nonzero().squeeze(1)
     is_exact, is_padded = not is_predicting.any(), len(places) < is_token.numel()
-    counts = seen is not None or is_graphed(decoder) or have_sinks(decoder)
-    is_parted = is_padded and counts and bool(_is_parted(is_token).any())
+    place_matters = seen is not None or is_graphed(decoder) or have_sinks(decoder)
+    is_parted = is_padded and place_matters and bool(_is_parted(is_token).any())
     if seen is not None:
         seen.is_there |= is_padded
         seen.is_apart &= is_exact and not is_parted
