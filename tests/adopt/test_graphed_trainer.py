@@ -11,9 +11,7 @@ import torch
 from cases import layer_case
 from cases.four_bit_case import quantised
 from cases.fp8_case import CONFIG as FP8_CONFIG
-from cases.fp8_case import FP8
-from cases.graph_case import WAITS, Recorded, assert_same, chat
-from cases.layer_case import LAYER
+from cases.graph_case import WAITS, Recorded
 from cases.peft_models import ids
 from cases.reference import relative_error
 from cases.trl_case import tokenizer
@@ -23,15 +21,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from fused_lora import FilledRows, Fusion, fuse, graph_steps
 from fused_lora.adopt.foreign.checkpointing import layers_of, policy_of
-from fused_lora.adopt.four_bit.parts import memories_of
-from fused_lora.adopt.graphed_trainer import (
-    GraphedDecoder,
-    _decoder_in,
-    _forget_memory,
-    _state_of,
-)
-from fused_lora.adopt.layer import borders_of
-from fused_lora.kernels.documents import is_documents
 from fused_lora.kernels.qkv_attention import CUDNN, WITHOUT_CUDNN
 from fused_lora.step.graphed_module import GraphedModule
 from fused_lora.step.replays import Replays
@@ -255,73 +244,6 @@ def test_a_trainer_that_cannot_have_graphs_is_left_alone(options, reason, tmp_pa
     assert vars(trainer) == before and reason in str(steps)
     steps.remove()
     assert vars(trainer) == before
-
-
-WRITTEN = {  # into memory that other forwards write as well
-    "borders": (LAYER, {}),
-    "borders in FP8": (FP8, {"config": FP8_CONFIG}),
-    "4 bits": (LAYER, {"change": quantised}),
-    "4 bits, parts": (Fusion(mlp=True, attention=True, rope=True), {"change": quantised}),
-}
-
-
-@pytest.mark.parametrize(("fusion", "options"), WRITTEN.values(), ids=WRITTEN)
-def test_a_backward_writes_again_what_another_forward_may_have_written(
-    fusion, options, device, fp8_in_fp32
-):
-    """Between the two, DPO's reference pass may run on the same memory. A captured backward cannot
-    see that, so it always writes."""
-    fused, _, _ = layer_case.pair(device, fusion, **options)
-    twin = copy.deepcopy(fused)
-    inputs = {"input_ids": ids(device, 0)[:, :7], "labels": ids(device, 0)[:, :7]}
-    loss = fused(**inputs).loss
-    _forget_memory(_decoder_in(fused))
-    for borders in filter(None, map(borders_of, fused.modules())):
-        buffers = [border.buffer() for border in borders.borders]
-        for buffer in buffers:
-            buffer.A.zero_(), buffer.sB.zero_()
-        buffers[0].encode(buffers)
-    for memory in memories_of(fused).by_shape.values():
-        memory.memory.data.zero_()
-    loss.backward()
-    twin(**inputs).loss.backward()
-    for got, want in zip(fused.parameters(), twin.parameters(), strict=True):
-        assert (got.grad is None) == (want.grad is None)
-        if want.grad is not None:
-            assert_same(got.grad, want.grad)
-
-
-def test_another_scale_of_adapters_is_another_state(device):
-    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
-    state_of = _state_of(model)
-    before = state_of()
-    layer_case.layer_of(model).mlp.up_proj.scale_layer(4.0)
-    assert state_of() != before
-
-
-@pytest.mark.parametrize("is_parted", [False, True])
-def test_rows_keep_their_padding_where_graphs_want_one_shape(is_parted, device, monkeypatch):
-    """As a separate document, or under transformers' mask if it lies between tokens."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16  # on a GPU documents are for these
-    config = {"num_hidden_layers": 1, "head_dim": 32}
-    fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True)
-    fused, plain, _ = layer_case.pair(device, fusion, config=config, dtype=dtype)
-    inputs = chat(0, device)
-    if is_parted:
-        inputs["attention_mask"][0, 2] = 0
-    ran = layer_case.operands_of_calls(monkeypatch)
-    decoder = _decoder_in(fused)
-    with GraphedDecoder(decoder, tuple, tuple, max_graphs=8).in_place():
-        loss = fused(**inputs).loss
-    ((hidden, _, _, mask, *_),) = ran
-    assert hidden.shape[:2] == inputs["input_ids"].shape
-    assert is_documents(mask) is not is_parted
-    want = plain(**inputs).loss
-    torch.testing.assert_close(loss, want, rtol=1e-5 if device == "cpu" else 2e-2, atol=0)
-    loss.backward(), want.backward()
-    pairs = zip(fused.parameters(), plain.parameters(), strict=True)
-    for got, wanted in [(a.grad, b.grad) for a, b in pairs if b.requires_grad]:
-        assert relative_error(got, wanted) < (1e-4 if device == "cpu" else 0.1)
 
 
 @pytest.mark.parametrize(
