@@ -210,14 +210,10 @@ def measure_all(asked: argparse.Namespace, checkpoint: Path, rows: list[str]) ->
     for kind in asked.kinds:
         plain = None
         for run in (one for one in RUNS[kind] if one in asked.runs):
-            said: list[Any] = []
-            ended = processes.run(measure, kind, run, asked, checkpoint, on_message=said.append)
-            print(*[one for one in said if isinstance(one, str)], sep="\n")
-            speed = next((one for one in said if isinstance(one, Speed)), None)
-            if speed is None:
+            speed = processes.result_of(Speed, measure, kind, run, asked, checkpoint)
+            if isinstance(speed, str):
                 all_ran = False
-                last_line = (ended.output_tail.splitlines() or [""])[-1]
-                rows.append(f"| {kind} | {run} | {ended.error}: {last_line} | - | - | - | - |")
+                rows.append(f"| {kind} | {run} | {speed} | - | - | - | - |")
             else:
                 plain = speed if run == PLAIN else plain
                 rows.append(row_of(kind, run, speed, plain))

@@ -130,7 +130,7 @@ def check_architecture(source: Source, targets: tuple[str, ...]) -> None:
     model = _without_weights(source)
     if model.config.is_encoder_decoder:
         raise _untrainable(source, "it has an encoder")
-    there = _linear_names(model)
+    there = linear_names(model)
     if not set(there) & set(targets):
         has = f"its layers have {' '.join(there)}" if there else "its layers have no nn.Linear"
         raise _untrainable(source, f"none of {' '.join(targets)}: {has}")
@@ -200,10 +200,11 @@ def _without_weights(source: Source) -> Any:
 
 def projections(source: Source) -> list[str]:
     """Return the names of a layer's linear modules, in the model's order."""
-    return _linear_names(_without_weights(source))
+    return linear_names(_without_weights(source))
 
 
-def _linear_names(model: Any) -> list[str]:
+def linear_names(model: Any) -> list[str]:
+    """Return the names of a model's linear modules but its head, each once."""
     import torch
 
     head = model.get_output_embeddings()

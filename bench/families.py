@@ -1,0 +1,237 @@
+"""Speed of model families in GPU time: plain PEFT, Unsloth and fused.
+
+    python -m bench.families qwen3_5_text --layers 8
+    python -m bench.families gpt_oss --layers 2 --set num_local_experts=32
+    python -m bench.families configs/qwen3-8b.json --layers 24
+
+A family is a model_type of transformers, in its default sizes, or a config.json. --layers keeps
+only the first ones, because plain PEFT needs the memory. All runs have the same random weights,
+fp32 adapters with rank 16 on all linear layers, bf16 autocast, 8 rows of 512 tokens and no
+checkpointing. GPU time is how long kernels run in a step, the median of three.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench import processes
+from bench.options import HERE, Parser
+from bench.profiler import profile_step
+from bench.weights import Source, linear_names, materialize, read_config, resolve
+
+# Unsloth must be the first import of its process: nothing here imports transformers at once.
+PLAIN, UNSLOTH, FUSED = RUNS = "plain PEFT", "Unsloth", "fused"
+RANK, ALPHA = 16, 32
+WARM_UP, PROFILED = 6, 3
+MOST_WORDS = 32_000  # of the vocabulary
+SIZES = {"--batch-size": 8, "--tokens": 512}
+ON_GPU = torch.cuda.is_available()
+
+
+class StepTime(NamedTuple):
+    gpu_ms: float  # nan without a GPU
+    wall_ms: float  # the median after the first half of the warm-up, which compiles kernels
+    peak_gib: float  # allocated
+    adapters: int  # trained values
+    loss: float  # of the first step
+
+
+def configured(family: str, layers: int | None, changed: dict[str, Any], cache: Path) -> Source:
+    """Write the family's configuration, with its first layers and what is changed. Raises
+    ValueError if transformers has no such causal language model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    given = {"model_type": family}
+    if family.endswith(".json"):
+        given = read_config(resolve(family, cache, seed=0))
+    try:
+        config = AutoConfig.for_model(**given | changed)
+        is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    except ValueError:
+        is_known = False
+    if not is_known:
+        raise ValueError(
+            f"{family}: transformers has no such causal language model; give a model_type, such as "
+            "gpt_oss, or a config.json"
+        )
+    if layers is not None and not hasattr(config, "num_hidden_layers"):
+        raise ValueError(f"{family}: --layers needs a text model; give {family}_text")
+    values = config.to_dict() if layers is None else first_layers(config, layers)
+    path = cache / "families" / f"{Path(family).stem}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values))
+    return resolve(str(path), cache, seed=0)
+
+
+def first_layers(config: Any, layers: int) -> dict[str, Any]:
+    """Return a configuration's values for its first layers alone."""
+    values: dict[str, Any] = config.to_dict()
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            values[name] = value[:layers]
+        if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+            values[name] = {key: one for key, one in value.items() if int(key) < layers}
+    return values | {"num_hidden_layers": layers}
+
+
+def adapted(run: str, checkpoint: Path, tokens: int) -> Any:
+    """Return the model with new adapters, in training mode."""
+    torch.manual_seed(0)
+    if run == UNSLOTH:
+        from unsloth import FastLanguageModel
+
+        model, _ = FastLanguageModel.from_pretrained(
+            str(checkpoint), max_seq_length=tokens, dtype=torch.bfloat16, load_in_4bit=False,
+            local_files_only=True, use_exact_model_name=True, use_gradient_checkpointing=False,
+        )  # fmt: skip
+        model = FastLanguageModel.get_peft_model(
+            model, r=RANK, lora_alpha=ALPHA, target_modules=linear_names(model),
+            max_seq_length=tokens, use_gradient_checkpointing=False,
+        )  # fmt: skip
+    else:
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.bfloat16 if ON_GPU else torch.float32,
+            device_map={"": 0} if ON_GPU else None,
+        )  # fmt: skip
+        lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
+        model = get_peft_model(model, lora)
+    model.config.use_cache = False
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # PEFT's zeros would give A no gradient
+                parameter.normal_(std=0.02)
+    return model.train()
+
+
+def time_family(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) -> None:
+    """Train, and send what `fuse` reports, then the step."""
+    if run == UNSLOTH:
+        import unsloth  # noqa: F401
+    model = adapted(run, checkpoint, asked.tokens)
+    if run == FUSED:
+        from fused_lora import fuse
+
+        send(str(fuse(model)))
+    trained = [one for one in model.parameters() if one.requires_grad]
+    device = trained[0].device
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=ON_GPU)
+    words = min(model.config.get_text_config().vocab_size, MOST_WORDS)
+    rows = torch.randint(words, (asked.batch_size, asked.tokens), device=device)
+
+    def step() -> Any:
+        with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPU):
+            loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()  # waits for the GPU
+
+    losses, seconds = [], []
+    for _ in range(WARM_UP):
+        began = time.perf_counter()
+        losses.append(step())
+        seconds.append(time.perf_counter() - began)
+    profiles = [profile_step(step, (), mark_modules=False) for _ in range(PROFILED)]
+    gpu_ms = [float("nan") if p.gpu_busy_ms is None else p.gpu_busy_ms for p in profiles]
+    send(
+        StepTime(
+            gpu_ms=statistics.median(gpu_ms),
+            wall_ms=1e3 * statistics.median(seconds[WARM_UP // 2 :]),
+            peak_gib=torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0,
+            adapters=sum(one.numel() for one in trained),
+            loss=losses[0],
+        )
+    )
+
+
+def time_all(asked: argparse.Namespace, sources: dict[str, Source], rows: list[str]) -> bool:
+    """Add the rows of all runs, in which failed ones have their error. Return True if none did."""
+    columns = "family", "run", "GPU ms", "speedup", "ms a step", "peak GiB", "adapters, M", "loss"
+    rows += [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    all_ran = True
+    for family, source in sources.items():
+        plain_ms = float("nan")
+        for run in (one for one in RUNS if one in asked.runs):
+            step = processes.result_of(StepTime, time_family, run, source.folder, asked)
+            if isinstance(step, str):
+                all_ran = False
+                rows.append(f"| {family} | {run} | {step}" + " | -" * 5 + " |")
+            else:
+                plain_ms = step.gpu_ms if run == PLAIN else plain_ms
+                rows.append(
+                    f"| {family} | {run} | {step.gpu_ms:.1f} | {plain_ms / step.gpu_ms:.2f} | "
+                    f"{step.wall_ms:.1f} | {step.peak_gib:.1f} | {step.adapters / 1e6:.1f} | "
+                    f"{step.loss:.4f} |"
+                )
+            print(rows[-1], flush=True)
+    return all_ran
+
+
+def changes(pairs: list[str]) -> dict[str, Any]:
+    """Return what --set changes. Raises ValueError for anything but NAME=NUMBER."""
+    changed = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if not value.isdigit():
+            raise ValueError(f"--set {pair}: give NAME=NUMBER, such as num_local_experts=32")
+        changed[name] = int(value)
+    return changed
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="families", description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("families", nargs="+", metavar="FAMILY")
+    parser.add_argument("--layers", type=int, help="of each family (default: all)")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", dest="changes",
+                        help="other sizes than the configuration's")  # fmt: skip
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+    parser.add_argument("--cache", type=Path, default=HERE / ".cache")
+    for flag, usual in SIZES.items():
+        parser.add_argument(flag, type=int, default=usual)
+    asked = parser.parse_args(argv)
+    try:
+        sources = checked_sources(asked)
+    except ValueError as error:
+        print(f"families: {error}", file=sys.stderr)
+        return 2
+    if not ON_GPU:
+        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        print("No GPU: a rehearsal in Triton's interpreter, not a result.")
+    rows: list[str] = []
+    try:
+        for source in sources.values():
+            if not source.is_there():
+                print(f"Drawing the weights of {source.name}.", flush=True)
+                materialize(source, 0, "cuda" if ON_GPU else "cpu")
+        torch.cuda.empty_cache()  # the runs need it
+        return 0 if time_all(asked, sources, rows) else 1
+    except KeyboardInterrupt:
+        print("\nStopped. What was measured:")
+        return 130
+    finally:
+        print(*rows, sep="\n")
+
+
+def checked_sources(asked: argparse.Namespace) -> dict[str, Source]:
+    """Return the models to train. Raises ValueError, in one line, if the request makes no sense."""
+    for flag in (*SIZES, "--layers"):
+        value = getattr(asked, flag.strip("-").replace("-", "_"))
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} is {value}: give 1 or more")
+    changed, cache = changes(asked.changes), asked.cache.resolve()
+    return {one: configured(one, asked.layers, changed, cache) for one in asked.families}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""A rehearsal of bench.families."""
+
+import pytest
+from cases.rehearsal_case import WITHOUT_GPU, InThread
+from cases.table_case import rows_in
+from transformers import AutoConfig
+
+from bench import families, processes
+
+pytestmark = WITHOUT_GPU
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SIZES = ("--tokens", "4", "--batch-size", "1", "--set", *(f"{k}={v}" for k, v in SMALL.items()))
+
+
+@pytest.mark.slow
+def test_each_run_of_a_family_has_a_row(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_Process", InThread)
+    monkeypatch.setattr(families, "WARM_UP", 2)
+    monkeypatch.setattr(families, "PROFILED", 1)
+    asked = ["olmo3", "--layers", "2", "--cache", str(tmp_path), *SIZES]
+    assert families.main(asked) == 1
+    printed = capsys.readouterr().out
+    assert "layer: 2 of 2 layers fused" in printed
+    rows = rows_in(printed[printed.rindex("| family") :])
+    assert [row["run"] for row in rows] == [*families.RUNS]
+    plain, unsloth, fused = rows
+    assert "No module named 'unsloth'" in unsloth["GPU ms"]
+    assert float(fused["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-4)
+    assert fused["adapters, M"] == plain["adapters, M"]
+
+
+def test_values_for_each_layer_are_cut_with_the_layers():
+    config = AutoConfig.for_model("gemma4_text")
+    cut = families.first_layers(config, 12)
+    assert cut["num_hidden_layers"] == len(cut["layer_types"]) == 12
+    assert cut["layer_types"] == config.layer_types[:12]
+    assert AutoConfig.for_model(**cut).to_dict() == cut
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["nobody"], "nobody: transformers has no such causal language model"),
+        (["t5"], "t5: transformers has no such causal language model"),
+        (["nowhere.json"], "no such file"),
+        (["qwen3_5", "--layers", "2"], "--layers needs a text model; give qwen3_5_text"),
+        (["olmo3", "--layers", "0"], "--layers is 0: give 1 or more"),
+        (["olmo3", "--set", "hidden_size"], "--set hidden_size: give NAME=NUMBER"),
+    ],
+)
+def test_a_family_that_makes_no_sense_is_refused_in_one_line(asked, words, capsys, tmp_path):
+    assert families.main([*asked, "--cache", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err
