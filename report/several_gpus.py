@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import floor
 from typing import NamedTuple
 
 from bench.records import Run, SummaryRow
@@ -67,4 +68,4 @@ def finding(runs: Iterable[Run]) -> str:
     gpus = max(one.run.experiment.gpus for one in timed)
     least = min(one.efficiency or 0 for one in timed)
     words = "Two GPUs keep" if gpus == 2 else f"Up to {gpus} GPUs keep"
-    return f"{words} {100 * least:.0f}% or more of the speed that each has by itself"
+    return f"{words} {floor(100 * least)}% or more of the speed that each has by itself"
