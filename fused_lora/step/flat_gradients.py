@@ -51,6 +51,20 @@ class FlatGradients:
         elif empty:
             torch._foreach_zero_(empty)
 
+    def clear(self) -> None:
+        """Make every `.grad` None, before a capture."""
+        if not self._views:
+            self._allocate()  # outside the graph
+        for parameter in self.trained:
+            parameter.grad = None
+
+    def add(self) -> None:
+        """Add every `.grad` to its view of a buffer, and make it that view. This takes a few
+        launches, where autograd takes one for each."""
+        gradients = [one.grad for one in self.trained if one.grad is not None]
+        torch._foreach_add_(self._views, gradients)
+        self.show()
+
     def show(self) -> None:
         """Make every `.grad` its view of a buffer."""
         for parameter, view in zip(self.trained, self._views, strict=True):

@@ -110,9 +110,9 @@ class GraphedStep(Joinable):
     some ranks have fewer batches, put the loop into PyTorch's ``with Join([step]):``. Seed each
     rank differently for other dropout. Don't catch an error on one rank: torchrun stops the rest.
 
-    Held until `reset`: the memory of the largest graph, activations and all, which graphs share;
-    each graph's batch; one gradient per parameter with accumulation or several ranks (else inside
-    the graph); the host memory of checkpoint="offload". Eager calls need their memory on top.
+    Held until `reset`: the memory of the largest graph, activations and gradients too, which graphs
+    share; each graph's batch; with accumulation or several ranks the summed gradients; the host
+    memory of checkpoint="offload". Eager calls need their memory on top.
 
     Args:
         model: on one CUDA device; returns the loss, 0-d, or an output that has it as `.loss`.
@@ -195,8 +195,7 @@ class GraphedStep(Joinable):
             self._graphs.clear()
         groups = self.optimizer.param_groups
         optimized = [parameter for group in groups for parameter in group["params"]]
-        # a parameter in both the model and the optimizer counts once
-        self._parameters = list(dict.fromkeys([*self.model.parameters(), *optimized]))
+        self._parameters = list(dict.fromkeys([*self.model.parameters(), *optimized]))  # once each
         self._trained = [parameter for parameter in optimized if parameter.requires_grad]
         check_capturable(self.model, self._parameters, self._trained, self._backend.device_type)
         device = self._parameters[0].device
@@ -249,6 +248,12 @@ class GraphedStep(Joinable):
             )
         return loss.detach()
 
+    def _captured_gradients(self, graph: _Graph, accumulated: bool) -> Tensor:
+        loss = self._gradients(graph, accumulated)
+        if accumulated:
+            self._held.add()
+        return loss
+
     def _average(self) -> None:
         """Average the gradients over all ranks, between the step's two parts."""
         if self._held.ranks > 1:
@@ -283,14 +288,14 @@ class GraphedStep(Joinable):
 
     def _capture(self, graph: _Graph, update: bool, accumulated: bool) -> _Captured:
         gradients = [parameter.grad for parameter in self._trained]
-        if accumulated:
-            self._held.hold()
+        if accumulated:  # otherwise there are none
+            self._held.clear()
         causes: list[Exception] = []
         noted = noting(causes)
         try:
             with graph.without_mask.kept():
                 replay_gradients, loss = self._cuda.capture(
-                    noted(lambda: self._gradients(graph, accumulated))
+                    noted(lambda: self._captured_gradients(graph, accumulated))
                 )
             replay_update = self._cuda.capture(noted(self._update))[0] if update else None
         except Exception as error:
