@@ -31,6 +31,7 @@ from fused_mlp.launching import (
 )
 
 from .packed_4bit import Packed4bit, misfits
+from .tables import uploaded
 
 # Values of a program, and its warps.
 TILE, NUM_WARPS = 4096, 4
@@ -237,7 +238,7 @@ def _prepare(weights: Sequence[Packed4bit], rows: Sequence[Tensor]) -> _Prepared
         most_runs = max(most_runs, runs)
     count = next_power_of_2(len(entries))
     entries += [[NEVER, *entries[0][1:]]] * (count - len(entries))
-    table = torch.tensor(entries, dtype=torch.int64).t().contiguous().to(device)
+    table = uploaded([*zip(*entries, strict=True)], torch.int64, device)
     rows_like = torch.empty(1, dtype=dtype, device=device)
     is_nested = weights[0].nested is not None
     index = tl.int32 if most_runs + TILE < 2**31 else tl.int64

@@ -14,7 +14,7 @@ elements of Qwen2.5-3B are 360 MB. Arithmetic is fp32 and rounds once, at the st
 
 from collections.abc import Callable, Hashable, Sequence
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.launching import DTYPES, cdiv, is_capturing, launch
+
+from .tables import uploaded
 
 # Elements of a program. The adapters of Qwen2.5-3B have 65,536 to 352,256: 16 to 86 programs each.
 BLOCK_COPIED = 4096
@@ -174,16 +176,13 @@ def _table_of(
     device = targets[0].device
     source_dtype = next((s.dtype for s in sources if s is not None), targets[0].dtype)
 
-    def array(values: Any, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
     return _Table(
-        array(rows, torch.int64),
-        array(scalings, torch.float32),
-        array(entries, torch.int32),
-        array(starts, torch.int32),
-        array([0], source_dtype),
-        array([0], targets[0].dtype),
+        uploaded(rows, torch.int64, device),
+        uploaded(scalings, torch.float32, device),
+        uploaded(entries, torch.int32, device),
+        uploaded(starts, torch.int32, device),
+        torch.empty(1, dtype=source_dtype, device=device),
+        torch.empty(1, dtype=targets[0].dtype, device=device),
         run,
     )
 
