@@ -5,13 +5,15 @@
     python -m bench.families configs/qwen3-8b.json --layers 24
 
 A family is a model_type of transformers, in its default sizes, or a config.json. --layers keeps
-only the first ones, because plain PEFT needs the memory. All runs have the same random weights,
-fp32 adapters with rank 16 on all linear layers, bf16 autocast, 8 rows of 512 tokens and no
-checkpointing. GPU time is how long kernels run in a step, the median of three.
+only the first ones, because plain PEFT needs the memory. All runs have the same random weights and
+tokens: a base in bf16, fp32 adapters with rank 16 on all linear layers, and 8 rows of 512 tokens,
+without checkpointing. GPU time is how long kernels run in a step, the median of three.
 """
 
 import argparse
+import hashlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -43,47 +45,70 @@ class StepTime(NamedTuple):
     loss: float  # of the first step
 
 
-def configured(family: str, layers: int | None, changed: dict[str, Any], cache: Path) -> Source:
-    """Write the family's configuration, with its first layers and what is changed. Raises
-    ValueError if transformers has no such causal language model."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+def write_config(family: str, layers: int | None, changed: dict[str, int], cache: Path) -> Source:
+    """Write the configuration of a family's first layers. Return the model that has it.
+
+    Raises ValueError if transformers has no such causal language model.
+    """
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+    )
 
     given = {"model_type": family}
     if family.endswith(".json"):
-        given = read_config(resolve(family, cache, seed=0))
-    try:
-        config = AutoConfig.for_model(**given | changed)
-        is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    except ValueError:
-        is_known = False
-    if not is_known:
-        raise ValueError(
-            f"{family}: transformers has no such causal language model; give a model_type, such as "
-            "gpt_oss, or a config.json"
-        )
-    if layers is not None and not hasattr(config, "num_hidden_layers"):
-        raise ValueError(f"{family}: --layers needs a text model; give {family}_text")
+        try:
+            given = read_config(resolve(family, cache, seed=0))
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("--model ")) from None
+    unknown = f"{family}: transformers has no such causal language model"
+    if given["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(f"{unknown}; give a model_type, such as gpt_oss, or a config.json")
+    config = AutoConfig.for_model(**given)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{unknown}; give a decoder, such as gpt_oss")
+    for name in changed:
+        if not hasattr(config, name):
+            raise ValueError(f"--set {name}: the configuration of {family} has no such value")
+    if layers is not None:
+        if (there := getattr(config, "num_hidden_layers", None)) is None:
+            text = f"{config.model_type}_text"
+            raise ValueError(f"{family}: --layers needs a text model; give {text}")
+        if layers > there:
+            raise ValueError(f"--layers is {layers}: {family} has {there}")
     values = config.to_dict() if layers is None else first_layers(config, layers)
-    path = cache / "families" / f"{Path(family).stem}.json"
+    values = {
+        name: one for name, one in (values | changed).items() if name != "quantization_config"
+    }
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    except Exception as error:  # of many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{family}: transformers does not take these sizes ({reason})") from None
+    text = json.dumps(values)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    path = cache / "families" / f"{Path(family).stem}-{digest}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values))
+    path.write_text(text)
     return resolve(str(path), cache, seed=0)
 
 
 def first_layers(config: Any, layers: int) -> dict[str, Any]:
-    """Return a configuration's values for its first layers alone."""
+    """Return a configuration's values for its first layers."""
     values: dict[str, Any] = config.to_dict()
     for name, value in values.items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             values[name] = value[:layers]
-        if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+        if name == "per_layer_config":
             values[name] = {key: one for key, one in value.items() if int(key) < layers}
     return values | {"num_hidden_layers": layers}
 
 
-def adapted(run: str, checkpoint: Path, tokens: int) -> Any:
+def family_model(run: str, checkpoint: Path, tokens: int) -> Any:
     """Return the model with new adapters, in training mode."""
-    torch.manual_seed(0)
     if run == UNSLOTH:
         from unsloth import FastLanguageModel
 
@@ -106,9 +131,10 @@ def adapted(run: str, checkpoint: Path, tokens: int) -> Any:
         lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
         model = get_peft_model(model, lora)
     model.config.use_cache = False
+    torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # PEFT's zeros would give A no gradient
+            if ".lora_" in name:  # PEFT's zeros in B would give A no gradient
                 parameter.normal_(std=0.02)
     return model.train()
 
@@ -117,7 +143,7 @@ def time_family(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace
     """Train, and send what `fuse` reports, then the step."""
     if run == UNSLOTH:
         import unsloth  # noqa: F401
-    model = adapted(run, checkpoint, asked.tokens)
+    model = family_model(run, checkpoint, asked.tokens)
     if run == FUSED:
         from fused_lora import fuse
 
@@ -126,6 +152,7 @@ def time_family(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace
     device = trained[0].device
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=ON_GPU)
     words = min(model.config.get_text_config().vocab_size, MOST_WORDS)
+    torch.manual_seed(0)
     rows = torch.randint(words, (asked.batch_size, asked.tokens), device=device)
 
     def step() -> Any:
@@ -168,8 +195,9 @@ def time_all(asked: argparse.Namespace, sources: dict[str, Source], rows: list[s
                 rows.append(f"| {family} | {run} | {step}" + " | -" * 5 + " |")
             else:
                 plain_ms = step.gpu_ms if run == PLAIN else plain_ms
+                speedup = "-" if math.isnan(plain_ms) else f"{plain_ms / step.gpu_ms:.2f}"
                 rows.append(
-                    f"| {family} | {run} | {step.gpu_ms:.1f} | {plain_ms / step.gpu_ms:.2f} | "
+                    f"| {family} | {run} | {step.gpu_ms:.1f} | {speedup} | "
                     f"{step.wall_ms:.1f} | {step.peak_gib:.1f} | {step.adapters / 1e6:.1f} | "
                     f"{step.loss:.4f} |"
                 )
@@ -177,12 +205,12 @@ def time_all(asked: argparse.Namespace, sources: dict[str, Source], rows: list[s
     return all_ran
 
 
-def changes(pairs: list[str]) -> dict[str, Any]:
+def parse_changes(pairs: list[str]) -> dict[str, int]:
     """Return what --set changes. Raises ValueError for anything but NAME=NUMBER."""
     changed = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
-        if not value.isdigit():
+        if not name or not value.isdecimal():
             raise ValueError(f"--set {pair}: give NAME=NUMBER, such as num_local_experts=32")
         changed[name] = int(value)
     return changed
@@ -191,18 +219,20 @@ def changes(pairs: list[str]) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="families", description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("families", nargs="+", metavar="FAMILY")
-    parser.add_argument("--layers", type=int, help="of each family (default: all)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", dest="changes",
-                        help="other sizes than the configuration's")  # fmt: skip
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
-    parser.add_argument("--cache", type=Path, default=HERE / ".cache")
+    parser.add_argument("families", nargs="+", metavar="FAMILY", help="a model_type, or a file")
+    parser.add_argument("--layers", type=int, metavar="N",
+                        help="take the first N, 4 or more of Qwen3.5")  # fmt: skip
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER", dest="pairs",
+                        help="change a size; may be given again")  # fmt: skip
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="(default: all)")
+    parser.add_argument("--cache", type=Path, default=HERE / ".cache", metavar="FOLDER",
+                        help="folder for the weights (default: .cache)")  # fmt: skip
     for flag, usual in SIZES.items():
-        parser.add_argument(flag, type=int, default=usual)
+        parser.add_argument(flag, type=int, default=usual, metavar="N", help=f"(default: {usual})")
     asked = parser.parse_args(argv)
     try:
         sources = checked_sources(asked)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"families: {error}", file=sys.stderr)
         return 2
     if not ON_GPU:
@@ -216,6 +246,9 @@ def main(argv: list[str] | None = None) -> int:
                 materialize(source, 0, "cuda" if ON_GPU else "cpu")
         torch.cuda.empty_cache()  # the runs need it
         return 0 if time_all(asked, sources, rows) else 1
+    except torch.OutOfMemoryError:
+        print("families: the weights do not fit on the GPU; give fewer --layers", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nStopped. What was measured:")
         return 130
@@ -224,13 +257,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def checked_sources(asked: argparse.Namespace) -> dict[str, Source]:
-    """Return the models to train. Raises ValueError, in one line, if the request makes no sense."""
+    """Write the configurations and return the models to train. Raises ValueError, in one line, if
+    the request makes no sense."""
     for flag in (*SIZES, "--layers"):
         value = getattr(asked, flag.strip("-").replace("-", "_"))
         if value is not None and value < 1:
             raise ValueError(f"{flag} is {value}: give 1 or more")
-    changed, cache = changes(asked.changes), asked.cache.resolve()
-    return {one: configured(one, asked.layers, changed, cache) for one in asked.families}
+    changed, cache = parse_changes(asked.pairs), asked.cache.resolve()
+    return {one: write_config(one, asked.layers, changed, cache) for one in asked.families}
 
 
 if __name__ == "__main__":

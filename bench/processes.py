@@ -59,7 +59,8 @@ def result_of(kind: type[T], function: Callable[..., None], *arguments: Any) -> 
     """
     said: list[Any] = []
     ended = run(function, *arguments, on_message=said.append)
-    print(*[one for one in said if isinstance(one, str)], sep="\n")
+    for line in (one for one in said if isinstance(one, str)):
+        print(line)
     found = next((one for one in said if isinstance(one, kind)), None)
     if found is None:
         last_line = (ended.output_tail.splitlines() or [""])[-1]

@@ -1,5 +1,7 @@
 """A rehearsal of bench.families."""
 
+import json
+
 import pytest
 from cases.rehearsal_case import WITHOUT_GPU, InThread
 from cases.table_case import rows_in
@@ -10,9 +12,9 @@ from bench import families, processes
 pytestmark = WITHOUT_GPU
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 16, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-SIZES = ("--tokens", "4", "--batch-size", "1", "--set", *(f"{k}={v}" for k, v in SMALL.items()))
+SIZES = ("--tokens", "4", "--batch-size", "1", *(f"--set={k}={v}" for k, v in SMALL.items()))
 
 
 @pytest.mark.slow
@@ -32,6 +34,20 @@ def test_each_run_of_a_family_has_a_row(capsys, tmp_path, monkeypatch):
     assert fused["adapters, M"] == plain["adapters, M"]
 
 
+def test_two_files_of_one_name_are_two_models(tmp_path):
+    sources = []
+    for hidden in (32, 64):
+        path = tmp_path / str(hidden) / "config.json"
+        path.parent.mkdir()
+        values = SMALL | {"model_type": "olmo3", "num_hidden_layers": 1, "hidden_size": hidden}
+        path.write_text(json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}}))
+        sources.append(families.write_config(str(path), None, {}, tmp_path))
+    written = [json.loads(source.config.read_text()) for source in sources]
+    assert [one["hidden_size"] for one in written] == [32, 64]
+    assert sources[0].folder != sources[1].folder
+    assert not any("quantization_config" in one for one in written)
+
+
 def test_values_for_each_layer_are_cut_with_the_layers():
     config = AutoConfig.for_model("gemma4_text")
     cut = families.first_layers(config, 12)
@@ -48,7 +64,10 @@ def test_values_for_each_layer_are_cut_with_the_layers():
         (["nowhere.json"], "no such file"),
         (["qwen3_5", "--layers", "2"], "--layers needs a text model; give qwen3_5_text"),
         (["olmo3", "--layers", "0"], "--layers is 0: give 1 or more"),
+        (["olmo3", "--layers", "100"], "--layers is 100: olmo3 has 32"),
         (["olmo3", "--set", "hidden_size"], "--set hidden_size: give NAME=NUMBER"),
+        (["olmo3", "--set", "hidden=5"], "--set hidden: the configuration of olmo3 has no such"),
+        (["olmo3", "--set", "hidden_size=0"], "olmo3: transformers does not take these sizes ("),
     ],
 )
 def test_a_family_that_makes_no_sense_is_refused_in_one_line(asked, words, capsys, tmp_path):
