@@ -52,18 +52,22 @@ class FlatGradients:
             torch._foreach_zero_(empty)
 
     def clear(self) -> None:
-        """Make every `.grad` None, before a capture."""
+        """Make every `.grad` None, before a capture; its view of a buffer if hooks see the sum."""
         if not self._views:
             self._allocate()  # outside the graph
-        for parameter in self.trained:
-            parameter.grad = None
+        for parameter, view in zip(self.trained, self._views, strict=True):
+            parameter.grad = view if _has_hooks(parameter) else None
 
     def add(self) -> None:
-        """Add every `.grad` to its view of a buffer, and make it that view. This takes a few
+        """Add every new `.grad` to its view of a buffer, and make it that view. This takes a few
         launches, where autograd takes one for each."""
-        gradients = [one.grad for one in self.trained if one.grad is not None]
-        torch._foreach_add_(self._views, gradients)
-        self.show()
+        pairs = zip(self.trained, self._views, strict=True)
+        new = {one: view for one, view in pairs if not _has_hooks(one)}  # one given twice has one
+        if new:
+            torch._foreach_add_([*new.values()], [one.grad for one in new if one.grad is not None])
+        for parameter, view in new.items():
+            parameter.grad = view
+        self.hold()
 
     def show(self) -> None:
         """Make every `.grad` its view of a buffer."""
@@ -121,6 +125,10 @@ class FlatGradients:
             for one, part in zip(alike, buffer.split(sizes), strict=True):
                 places[one] = part.view(one.shape)
         self._views = [places[one] for one in self.trained]
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def _kind(tensor: Tensor) -> str:

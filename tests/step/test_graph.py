@@ -62,6 +62,25 @@ def test_accumulation_is_that_of_the_eager_loop(device, accumulation_steps):
     assert_same_training(step, eager)
 
 
+def clamped(parameter):
+    parameter.grad.clamp_(-0.02, 0.02)
+
+
+def replaced(parameter):
+    parameter.grad = parameter.grad * 0.5
+
+
+@pytest.mark.parametrize("hook", [clamped, replaced])
+def test_a_hook_sees_the_gradients_that_it_sees_in_the_eager_loop(device, hook):
+    step, eager = steps(tiny(device))
+    for one in (step, eager):
+        one.model.first.weight.register_post_accumulate_grad_hook(hook)
+    calls = [(batch(seed), seed % 3 == 2) for seed in range(18)]
+    assert_same(train(step, calls), train(eager, calls))
+    assert captured(step) == 2
+    assert_same_training(step, eager)
+
+
 def test_gradients_in_the_middle_of_an_accumulation_are_the_users(device):
     """Let the user read, change and drop gradients, run another backward, and free the graphs."""
     step, eager = steps(tiny(device))
