@@ -149,9 +149,14 @@ class Shadow(JoinHook):
         self.optimizer.zero_grad()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        gradients, states = self.gradients, self.optimizer.state.values()
+        gradients = self.gradients
+        if not (is_last_joiner or self.optimizer.state):  # without a batch: an update makes it
+            gradients.hold()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         rank = dist.get_rank(gradients.group) if is_last_joiner else -1
         last = torch.tensor(rank, device=gradients.trained[0].device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=gradients.group)
+        states = self.optimizer.state.values()
         state = [one for each in states for one in each.values() if isinstance(one, Tensor)]
         gradients.share([*gradients.trained, *state], int(last))

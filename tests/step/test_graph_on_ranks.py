@@ -224,7 +224,7 @@ def uneven(rank, device, updates):
     return weights(step.model), list(step.optimizer.state.values())
 
 
-@pytest.mark.parametrize("updates", [(6, 4), (2, 5, 5, 3)], ids=str)
+@pytest.mark.parametrize("updates", [(6, 4), (3, 0), (2, 5, 5, 3)], ids=str)
 def test_a_rank_with_fewer_batches_ends_with_the_others_weights(updates):
     found = on_ranks(len(updates), uneven, updates)
     model = tiny("cpu")
