@@ -123,7 +123,8 @@ class FlatGradients:
             buffer = torch.empty(sum(sizes), dtype=alike[0].dtype, device=alike[0].device)
             self._buffers.append(buffer)
             for one, part in zip(alike, buffer.split(sizes), strict=True):
-                places[one] = part.view(one.shape)
+                strides = torch.empty_like(one, device="meta").stride()  # those of its gradient
+                places[one] = part.as_strided(one.shape, strides, part.storage_offset())
         self._views = [places[one] for one in self.trained]
 
 
