@@ -213,6 +213,8 @@ class GraphedStep(Joinable):
         accumulated = adds or not update or self._held.ranks > 1
         key = update, accumulated, self.model.training, form_of(inputs)
         graph = self._graphs.get(key) or self._new_graph(key, inputs, update)
+        if graph.captured is None:
+            check_optimizer(self.optimizer, self._trained, update)
         graph.labels.check(inputs, graph.inputs)
         copy_into(graph.inputs, inputs)
         if update:
@@ -273,8 +275,6 @@ class GraphedStep(Joinable):
             refresh()
 
     def _new_graph(self, key: Hashable, inputs: dict[str, Any], update: bool) -> _Graph:
-        if update:
-            check_optimizer(self.optimizer)
         if len(self._graphs) >= self.max_graphs:
             given = ", ".join(f"{k} {list(getattr(v, 'shape', [v]))}" for k, v in inputs.items())
             raise ValueError(

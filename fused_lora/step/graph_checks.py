@@ -83,9 +83,18 @@ def check_capturable(
             )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an optimizer whose update cannot be captured."""
-    if not all(group.get("capturable") for group in optimizer.param_groups):
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, trained: Iterable[Tensor], updates: bool
+) -> None:
+    """Raise ValueError for an optimizer whose update cannot be captured, or that trains more than
+    it did. trained: what it trained when the step was made or reset."""
+    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if any(parameter.requires_grad for parameter in optimized.difference(trained)):
+        raise ValueError(
+            "GraphedStep: a parameter of the optimizer requires a gradient that required none "
+            "before; call reset() to clip and average it too"
+        )
+    if updates and not all(group.get("capturable") for group in optimizer.param_groups):
         raise ValueError(
             f"GraphedStep needs an optimizer with capturable=True, got {type(optimizer).__name__} "
             "without: use torch.optim.AdamW(parameters, lr, fused=True, capturable=True)"

@@ -126,6 +126,15 @@ def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch, u
     assert [name for name, *_ in calls.mock_calls] == order
 
 
+def step_on_thawed(model):
+    model.second.requires_grad_(False)
+    step = graphed(model, adamw(model))
+    step.optimizer.param_groups[1]["params"] += model.second.parameters()
+    step(**batch(0))
+    model.second.requires_grad_(True)
+    return step
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -144,6 +153,10 @@ def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch, u
         (
             lambda model: GraphedStep(model.cpu(), adamw(model)),
             "one cuda device, got cpu: move the model with",
+        ),
+        (
+            lambda model: step_on_thawed(model).accumulate(**batch(0)),
+            r"requires a gradient that required none before; call reset\(\)",
         ),
         (lambda model: GraphedStep(None, None), r"model as a torch\.nn\.Module, got NoneType"),
         (lambda model: GraphedStep(adamw(model), model), "as a torch.nn.Module, got AdamW"),
