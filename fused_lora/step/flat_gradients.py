@@ -8,8 +8,9 @@ equally often. A rank that has fewer batches ends in PyTorch's own `Join`.
 https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,8 +142,13 @@ class Shadow(JoinHook):
     to the next reduction, then zeros, and ends with the parameters and the optimizer's state of the
     rank that updated last."""
 
-    def __init__(self, gradients: FlatGradients, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients, self.optimizer = gradients, optimizer
+    def __init__(
+        self,
+        gradients: FlatGradients,
+        optimizer: torch.optim.Optimizer,
+        after_update: Sequence[Callable[[], Any]],
+    ) -> None:
+        self.gradients, self.optimizer, self.after_update = gradients, optimizer, after_update
 
     def main_hook(self) -> None:
         self.gradients.hold()
@@ -161,3 +167,6 @@ class Shadow(JoinHook):
         states = self.optimizer.state.values()
         state = [one for each in states for one in each.values() if isinstance(one, Tensor)]
         gradients.share([*gradients.trained, *state], int(last))
+        if not is_last_joiner:
+            for refresh in self.after_update:
+                refresh()

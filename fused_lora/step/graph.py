@@ -339,7 +339,7 @@ class GraphedStep(Joinable):
         return worked_on(self._parameters, self.optimizer if update else None)
 
     def join_hook(self, **_: Any) -> Shadow:
-        return Shadow(self._held, self.optimizer)
+        return Shadow(self._held, self.optimizer, self.after_update)
 
     @property
     def join_device(self) -> torch.device:

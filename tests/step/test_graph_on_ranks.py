@@ -215,12 +215,16 @@ def test_a_replay_on_several_gpus_does_not_wait_for_the_device():
 
 def uneven(rank, device, updates):
     """Update `updates[rank]` times, and accumulate once more."""
-    step = step_on(device)
+    model = tiny(device)
+    mirror = torch.zeros_like(model.first.weight)
+    refresh = [lambda: mirror.copy_(model.first.weight.detach() * 2)]
+    step = step_on(device, model, after_update=refresh)
     with Join([step]):
         for seed in range(updates[rank]):
             step(**own_batch(rank, seed))
         if updates[rank] < max(updates):
             step.accumulate(**own_batch(rank, updates[rank]))
+    assert mirror.equal(model.first.weight * 2)
     return weights(step.model), list(step.optimizer.state.values())
 
 
