@@ -30,7 +30,8 @@ class FlatGradients:
         is_distributed = dist.is_available() and dist.is_initialized()
         self.ranks = dist.get_world_size(group) if is_distributed else 1
         self._buffers: list[Tensor] = []
-        self._views: list[Tensor] = []  # in the order of trained
+        self._views: list[Tensor] = []  # in the order of trained; users get these
+        self._places: list[Tensor] = []  # the same memory
 
     def hold(self) -> None:
         """Make every `.grad` its view of a buffer, keeping its value; None becomes zeros."""
@@ -42,7 +43,10 @@ class FlatGradients:
         if not self._views:
             self._allocate()
         empty = []
-        for parameter, view in zip(self.trained, self._views, strict=True):
+        for parameter, view, place in zip(self.trained, self._views, self._places, strict=True):
+            if view.data_ptr() != place.data_ptr():  # somebody has set its .data
+                place.copy_(view)
+                view.data = place
             if parameter.grad is None:
                 empty.append(view)
             elif parameter.grad is not view:
@@ -54,8 +58,7 @@ class FlatGradients:
 
     def clear(self) -> None:
         """Make every `.grad` None, before a capture; its view of a buffer if hooks see the sum."""
-        if not self._views:
-            self._allocate()  # outside the graph
+        self.gather()  # outside the graph
         for parameter, view in zip(self.trained, self._views, strict=True):
             parameter.grad = view if _has_hooks(parameter) else None
 
@@ -127,6 +130,7 @@ class FlatGradients:
                 strides = torch.empty_like(one, device="meta").stride()  # those of its gradient
                 places[one] = part.as_strided(one.shape, strides, part.storage_offset())
         self._views = [places[one] for one in self.trained]
+        self._places = [view.detach() for view in self._views]
 
 
 def _has_hooks(parameter: Tensor) -> bool:

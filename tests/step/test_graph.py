@@ -108,6 +108,18 @@ def test_gradients_in_the_middle_of_an_accumulation_are_the_users(device):
     assert_same_training(step, eager)
 
 
+def test_a_gradient_may_get_other_data(device):
+    step, eager = steps(tiny(device))
+    for seed in range(6):
+        for one in (step, eager):
+            one.accumulate(**batch(seed))
+            gradient = one.model.first.weight.grad
+            gradient.data = gradient * 2
+            one(**batch(seed + 9))
+    assert captured(step) == 2
+    assert_same_training(step, eager)
+
+
 def test_a_parameter_without_a_gradient_stays_as_it_is(device):
     """Check that weight decay leaves it alone as well, as in PyTorch."""
     model = tiny(device)
