@@ -44,6 +44,7 @@ class Replays:
     def reset(self) -> None:
         """Drop the sums. If a forward waits for its backward, that raises an error."""
         self.sums: dict[Tensor, Tensor] = {}
+        self._given: dict[Tensor, Tensor] = {}  # the same memory, as users get it
         self._waiting: weakref.ref[_Call] | None = None
 
     @property
@@ -74,15 +75,18 @@ class Replays:
         self._waiting = None
 
     def _hold_gradients(self, received: list[Tensor]) -> None:
-        """Make every `.grad` the tensor that the graphs add to, keeping its value."""
+        """Put every `.grad` where the graphs add to it, keeping its value."""
         empty = []
         for parameter in received:
-            held = self.sums[parameter]
+            held, given = self.sums[parameter], self._given.get(parameter)
+            address = held.data_ptr()
             if parameter.grad is None:
                 empty.append(held)
-            elif parameter.grad is not held:
+            elif parameter.grad.data_ptr() != address:
                 held.copy_(parameter.grad)
-            parameter.grad = held
+            if given is None or given.data_ptr() != address:  # somebody has set its .data
+                given = self._given[parameter] = held.detach()
+            parameter.grad = given
         if empty:
             torch._foreach_zero_(empty)
 

@@ -89,6 +89,19 @@ def test_what_was_accumulated_elsewhere_is_kept(device, monkeypatch):
     run(graphed, twin, lambda seed: batch(seed, device), calls=2)
 
 
+def test_gradients_may_get_other_data(device, monkeypatch):
+    """A graph adds where it did when it was captured."""
+    graphed, twin = pair(device, monkeypatch)
+    run(graphed, twin, lambda seed: batch(seed, device))
+    places = [one.data_ptr() for one in graphed._replays.sums.values()]
+    for one in (graphed.module, twin):
+        for parameter in one.parameters():
+            if parameter.requires_grad:
+                parameter.grad.data = parameter.grad * 2
+    run(graphed, twin, lambda seed: batch(seed, device), calls=2)
+    assert places == [one.data_ptr() for one in graphed._replays.sums.values()]
+
+
 def test_forwards_without_gradients_have_a_graph_of_their_own(device, monkeypatch):
     """As a reference pass does, one runs between a forward and its backward."""
     graphed, twin = pair(device, monkeypatch)
