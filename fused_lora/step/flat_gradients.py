@@ -30,8 +30,8 @@ class FlatGradients:
         is_distributed = dist.is_available() and dist.is_initialized()
         self.ranks = dist.get_world_size(group) if is_distributed else 1
         self._buffers: list[Tensor] = []
-        self._views: list[Tensor] = []  # in the order of trained; users get these
-        self._places: list[Tensor] = []  # the same memory
+        self._views: list[Tensor] = []  # in the order of trained
+        self._addresses: list[int] = []
 
     def hold(self) -> None:
         """Make every `.grad` its view of a buffer, keeping its value; None becomes zeros."""
@@ -43,13 +43,11 @@ class FlatGradients:
         if not self._views:
             self._allocate()
         empty = []
-        for parameter, view, place in zip(self.trained, self._views, self._places, strict=True):
-            if view.data_ptr() != place.data_ptr():  # somebody has set its .data
-                place.copy_(view)
-                view.data = place
+        views = zip(self.trained, self._views, self._addresses, strict=True)
+        for parameter, view, address in views:
             if parameter.grad is None:
                 empty.append(view)
-            elif parameter.grad is not view:
+            elif parameter.grad.data_ptr() != address:  # somebody may have set its .data, too
                 view.copy_(parameter.grad)
         if len(empty) == len(self._views):
             torch._foreach_zero_(self._buffers)
@@ -74,9 +72,9 @@ class FlatGradients:
         self.hold()
 
     def show(self) -> None:
-        """Make every `.grad` its view of a buffer."""
+        """Make every `.grad` its view of a buffer: a new one, whose `.data` is the user's to set."""
         for parameter, view in zip(self.trained, self._views, strict=True):
-            parameter.grad = view
+            parameter.grad = view.detach()
 
     def average(self) -> None:
         """Replace what `hold` holds by its mean over all ranks. With NCCL the host does not wait.
@@ -130,7 +128,7 @@ class FlatGradients:
                 strides = torch.empty_like(one, device="meta").stride()  # those of its gradient
                 places[one] = part.as_strided(one.shape, strides, part.storage_offset())
         self._views = [places[one] for one in self.trained]
-        self._places = [view.detach() for view in self._views]
+        self._addresses = [*map(Tensor.data_ptr, self._views)]
 
 
 def _has_hooks(parameter: Tensor) -> bool:
