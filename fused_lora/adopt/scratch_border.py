@@ -65,15 +65,18 @@ def _parameter_of(read: Projection) -> Tensor:
 def _places_of(reads: Sequence[Projection], is_gathered: bool) -> tuple:
     if is_gathered:  # to another address each time
         parameters = [one for read in reads for one in (_parameter_of(read), held_bias(read))]
+        dtypes = tuple(read.weight.dtype for read in reads)
         # an id could be that of another one, after the first is gone
-        return tuple(one if one is None else (WeakIdRef(one), one.dtype) for one in parameters)
+        ids = tuple(one if one is None else (WeakIdRef(one), one.dtype) for one in parameters)
+        return dtypes, ids
     return tuple(map(_place_of, reads))
 
 
 def _place_of(read: Projection) -> tuple:
     bias = held_bias(read)
     place = places_of(read.base) if read.is_packed else (read.weight.data_ptr(),)
-    return *place, None if bias is None else bias.data_ptr()
+    # 4 bits stay where they are if compute_dtype changes
+    return *place, read.weight.dtype, None if bias is None else bias.data_ptr()
 
 
 @torch.inference_mode(False)

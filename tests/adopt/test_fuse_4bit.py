@@ -133,6 +133,17 @@ def test_a_model_is_near_plain_peft(device):
     assert assert_same(fused, plain, most=1e-4) == {"DecoderLayer": 2}
 
 
+def test_a_layer_computes_in_another_dtype_as_if_it_were_fused_then(device):
+    fused, late, _ = pair(device, dtype=torch.bfloat16)
+    assert step(fused, length=SHORT).functions == {"DecoderLayer": 2}
+    for model in (fused, late):
+        for module in model.float().modules():
+            if isinstance(module, bnb.nn.Linear4bit):
+                module.compute_dtype = torch.float32
+    fuse(late, LAYER)
+    assert_equal(step(fused, length=SHORT), step(late, length=SHORT))
+
+
 def test_packed_rows_have_no_mask_of_positions_x_positions(device):
     fused, plain, _ = pair(device, dtype=torch.bfloat16, config={"head_dim": 32})
     assert takes_documents(fused.get_base_model().model, 8)
