@@ -47,7 +47,7 @@ class FlatGradients:
         for parameter, view, address in views:
             if parameter.grad is None:
                 empty.append(view)
-            elif parameter.grad.data_ptr() != address:  # somebody may have set its .data, too
+            elif parameter.grad.data_ptr() != address:
                 view.copy_(parameter.grad)
         if len(empty) == len(self._views):
             torch._foreach_zero_(self._buffers)
@@ -72,7 +72,7 @@ class FlatGradients:
         self.hold()
 
     def show(self) -> None:
-        """Make every `.grad` its view of a buffer: a new one, whose `.data` is the user's to set."""
+        """Make every `.grad` its view of a buffer, a new one: users may set its `.data`."""
         for parameter, view in zip(self.trained, self._views, strict=True):
             parameter.grad = view.detach()
 
