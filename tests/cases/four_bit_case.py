@@ -28,6 +28,8 @@ def quantised(model, only="", compute_dtype: Any = "the model's", **options):
                 **options,
             )  # fmt: skip
             packed.bias = linear.bias
+            # where a CPU can, bitsandbytes packs weights anew in inference: 32 rows at a time
+            packed.support_avx512bf16_for_cpu = False
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, packed.to(model.device))
     model.requires_grad_(False)
