@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases.families_case import FAMILIES, UNKNOWN
 from cases.fused_case import ALL, assert_close, assert_same, values_of
+from cases.fused_case import step as step_of
 from cases.peft_models import ids
 from cases.reference import BUDGET, random, relative_error
 
@@ -111,10 +112,14 @@ def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
 @pytest.mark.parametrize("name", ["SmolLM3", "Granite", "OLMo 2", "Gemma 4", "Phi-3"])
 @pytest.mark.parametrize("policy", ["offload", "full"])
 def test_layers_that_run_whole_join_the_loss_where_they_run_again(policy, name, device):
+    """Gemma 4's gradients have up to 1.5e-5 of error in plain PEFT, by the host's BLAS. A fused one
+    may have BUDGET times as much, to the other side."""
     plain = FAMILIES[name].peft_model(device).train()
-    fused = copy.deepcopy(plain)
+    fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     fuse(fused, Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=policy))
-    assert_same(fused, plain, 6)
+    eager, truth = (step_of(one, length=6) for one in (plain, exact))
+    own = max(relative_error(eager[one], truth[one]) for one in truth)
+    assert_same(fused, plain, 6, max(2e-5, (1 + BUDGET) * own))
     unfuse(fused)
     assert_same(fused, plain, 6, 0.0)
 

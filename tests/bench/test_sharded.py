@@ -73,6 +73,9 @@ def loaded(rank, device, folder, base, out):
 
 
 def logits_of(model):
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # as in `quantised`
+            module.support_avx512bf16_for_cpu = False
     with torch.no_grad():
         return model(input_ids=TOKENS.to(model.device)).logits.float().cpu()
 
