@@ -56,7 +56,7 @@ class FlatGradients:
 
     def clear(self) -> None:
         """Make every `.grad` None, before a capture; its view of a buffer if hooks see the sum."""
-        self.gather()  # outside the graph
+        self.gather()  # makes the buffers, outside the graph
         for parameter, view in zip(self.trained, self._views, strict=True):
             parameter.grad = view if _has_hooks(parameter) else None
 

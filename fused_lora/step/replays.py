@@ -44,7 +44,6 @@ class Replays:
     def reset(self) -> None:
         """Drop the sums. If a forward waits for its backward, that raises an error."""
         self.sums: dict[Tensor, Tensor] = {}
-        self._given: dict[Tensor, Tensor] = {}  # the same memory, as users get it
         self._waiting: weakref.ref[_Call] | None = None
 
     @property
@@ -78,15 +77,14 @@ class Replays:
         """Put every `.grad` where the graphs add to it, keeping its value."""
         empty = []
         for parameter in received:
-            held, given = self.sums[parameter], self._given.get(parameter)
-            address = held.data_ptr()
+            held = self.sums[parameter]
             if parameter.grad is None:
                 empty.append(held)
-            elif parameter.grad.data_ptr() != address:
+            elif parameter.grad.data_ptr() != held.data_ptr():
                 held.copy_(parameter.grad)
-            if given is None or given.data_ptr() != address:  # somebody has set its .data
-                given = self._given[parameter] = held.detach()
-            parameter.grad = given
+            else:
+                continue
+            parameter.grad = held.detach()  # users may set its .data
         if empty:
             torch._foreach_zero_(empty)
 
