@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 8 -m bench.sharded --model configs/qwen2.5-32b.json --tokens 4096
 
 --wrapper says where base weights lie, and who averages gradients: "sharded" over the ranks (FSDP2),
-"replicated" on each with sharded adapters (FSDP2), "ddp", or "alone", which averages nothing.
-Tokens are random, and weights too, unless --model is a checkpoint's folder. No rank ever holds a
-sharded model whole: each draws or reads its share. For NF4 all gather one matrix at a time and
-quantise it. Adapters are in fp32, as PEFT makes them.
+"shard_base", the same by our function and under DistributedDataParallel, "replicated" on each with
+sharded adapters (FSDP2), "ddp", or "alone", which averages nothing. Tokens are random, and weights
+too, unless --model is a checkpoint's folder. No rank ever holds a sharded model whole: each draws
+or reads its share, or one layer. For NF4 all gather one matrix at a time and quantise it. Adapters
+are in fp32, as PEFT makes them.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, empty
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.weights import Source, check_architecture
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion, fuse, shard_base
 from fused_lora.step.checkpoint import POLICIES, Checkpoint
 from variants import BASES, BF16, NF4, TARGETS
 
@@ -45,9 +46,10 @@ def shard_adapters(model: Any) -> Any:
     return fully_shard(model, ignored_params={p for p in model.parameters() if not p.requires_grad})
 
 
-SHARDED = "sharded"
+SHARDED, SHARD_BASE = "sharded", "shard_base"
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     SHARDED: lambda model: model,  # by `built_model`
+    SHARD_BASE: DistributedDataParallel,  # the base likewise
     "replicated": shard_adapters,
     "ddp": DistributedDataParallel,
     "alone": lambda model: model,
@@ -99,13 +101,25 @@ def built_model(asked: argparse.Namespace, device: torch.device) -> Any:
                 quantise_layer(layer, f"{name}.", asked.model, device)
             if is_sharded:
                 fully_shard(layer)
+            if asked.wrapper == SHARD_BASE:
+                give_weights(layer, f"{name}.", asked.model, device)
+                shard_base(layer)
     if is_sharded:
         fully_shard(model)
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    give_weights(model, "", asked.model, device)
     model.tie_weights()  # again
-    packed = {f"{name}.weight" for name, one in model.named_modules() if is_linear_4bit(one)}
-    fill_weights({n: p for n, p in model.named_parameters() if n not in packed}, asked.model)
+    if asked.wrapper == SHARD_BASE:
+        shard_base(model)  # tells DistributedDataParallel
     return model
+
+
+def give_weights(module: nn.Module, prefix: str, source: str, device: torch.device) -> None:
+    """Give memory on the device, and values, to the parameters that are shapes. prefix: of their
+    names in the source."""
+    shapes = {name for name, one in module.named_parameters() if one.is_meta}
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    parameters = {f"{prefix}{n}": p for n, p in module.named_parameters() if n in shapes}
+    fill_weights(parameters, source)
 
 
 def is_linear_4bit(module: nn.Module) -> bool:
@@ -234,6 +248,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"--{size} is {value}: give {least} or more")
     Checkpoint(asked.checkpoint, asked.checkpoint_gib)  # raises ValueError
     check_trainable(Path(asked.model))
+    if asked.base == NF4 and asked.wrapper == SHARD_BASE:
+        raise ValueError("--wrapper shard_base: weights in 4 bits stay whole; give sharded")
     if asked.base == NF4 and find_spec("bitsandbytes") is None:
         raise ValueError('--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"')
     if "LOCAL_RANK" not in os.environ:

@@ -10,6 +10,7 @@ Nothing is patched at import, nor on any class or library module.
 """
 
 from .adopt.graphed_trainer import graph_steps
+from .adopt.shard_base import shard_base
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
 from .log_probs import log_probs
 from .packing import FilledRows, fill_row, pack
@@ -28,5 +29,6 @@ __all__ = [
     "log_probs",
     "pack",
     "report",
+    "shard_base",
     "unfuse",
 ]

@@ -256,6 +256,10 @@ class LayerBorders(Filling):
         device = found[0][0].A.device
         if device.type == "cuda" and any(was_made for _, was_made in found):
             torch.cuda.empty_cache()  # the freed pieces are too small for the next buffers
+        sharded = [bordered.buffer for bordered, _ in found if bordered.buffer.shards]
+        self.gathering = self.scratches.gathering if sharded else None
+        if self.gathering is not None:
+            self.gathering.add(self.index, sharded)
         return [bordered for bordered, _ in found]
 
 

@@ -29,7 +29,7 @@ from .attention import head_norms_of, why_not_inputs
 from .borders import Border, LayerBorders
 from .delta_layer import has_delta_net, run_delta_layer, why_not_delta_inputs, why_slow
 from .foreign.forwards import fused_parts_of
-from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp, is_sharded, may_shard_later
+from .foreign.parallel import FLATTENED, is_dtensor, is_flattened, is_in_fsdp, may_shard_later
 from .foreign.versions import by_name, class_forward
 from .known import known_form
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
@@ -38,6 +38,7 @@ from .projection import Projection, bias_of, seed_for, trains_bias
 from .refusal import Refusal, attempt, refuse
 from .rms_norm import finished, normed_layer_forward
 from .scratch_border import ScratchBorder
+from .sharded_weight import ShardedWeight
 from .site import FusedForward
 
 
@@ -76,13 +77,17 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
     """Connect the borders of a model's fused layers, given in the order of a forward. Move the
     weights of those that can run as one now into buffers."""
     handover, scratches = Handover(), Scratches()
+    # sharded weights are gathered while the layer before them runs
+    turns = scratches, Scratches(scratches.gathering)
     first_with: dict[int, str] = {}
-    for name, layer in layers:
+    for index, (name, layer) in enumerate(layers):
         owner: Any = vars(layer)["forward"].__self__
         weights = [base.weight for base in base_layers(layer)]
         replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
         first_with.update((id(one), name) for one in weights if replica_of is None)
-        owner.borders.handover, owner.borders.scratches = handover, scratches
+        is_sharded = any(isinstance(one, ShardedWeight) for one in weights)
+        owner.borders.scratches = turns[index % 2] if is_sharded else scratches
+        owner.borders.handover, owner.borders.index = handover, index
         owner.borders.replica_of = replica_of
         reads, reason = attempt(_read, layer)
         if not reason and not _waits(reads[0][0].weight, owner.borders.kind):
@@ -94,7 +99,7 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
 def _waits(weight: Tensor, kind: type[Border]) -> bool:
     """Return True if a layer's weights stay where they are until its first forward: where it cannot
     run before the model is moved, or where fully_shard may take them."""
-    if weight.device.type == "meta" or is_sharded(weight) or (kind.may_wait and may_shard_later()):
+    if weight.device.type == "meta" or is_dtensor(weight) or (kind.may_wait and may_shard_later()):
         return True
     return weight.device.type == "cpu" and isinstance(_extend_rows_kernel, triton.JITFunction)
 

@@ -23,10 +23,10 @@ from .foreign.originals import why_patched
 from .foreign.parallel import (
     APART,
     JOINED,
+    is_dtensor,
     is_flattened,
     is_fsdp,
     is_fsdp_hook,
-    is_sharded,
     why_sharded,
 )
 from .four_bit.reading import is_4bit, is_4bit_lora, stand_in_for, why_not_4bit
@@ -251,7 +251,7 @@ def why_not_plain(module: nn.Module, weight: Any) -> str | None:
     """Return the reason if a module's weight is not a plain tensor in a dtype that our kernels
     support. One that FSDP2 shards is plain during a forward."""
     is_plain = isinstance(weight, PlacedWeight) or type(weight) in (nn.Parameter, Tensor)
-    if is_sharded(weight):
+    if is_dtensor(weight):
         if (reason := why_sharded(module)) is not None:
             return reason
         is_plain = True

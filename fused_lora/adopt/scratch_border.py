@@ -1,5 +1,5 @@
-"""The buffers of layers whose weights are in 4 bits, or sharded over ranks: views of memory that
-all layers share.
+"""The buffers of layers whose weights are in 4 bits, or spread over ranks: views of memory that all
+layers share.
 
 FSDP2 gathers a layer's weights before its forward and before its backward, and frees them after
 each. They come back in the same parameters, which it has made itself, so a buffer can keep these
@@ -12,18 +12,22 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
+from ..kernels.packed_4bit import Packed4bit
 from ..kernels.rows import empty_rows
 from ..layer.buffer import Bordered, Buffer
 from ..layer.scratch import Scratch, ScratchBuffer, Scratches
+from ..layer.shards import Shard
 from .borders import Border, Layout, held_bias, layout_of, move_biases
 from .foreign.parallel import is_gathered_in
 from .four_bit.reading import packed, places_of
 from .projection import Projection
+from .sharded_weight import ShardedWeight
 
 
 class ScratchBorder(Border):
-    """A Border that also takes weights in 4 bits, beside others or alone, and those that FSDP2
-    gathers. Both are written into a scratch in each pass. Without any, it is a Border."""
+    """A Border that also takes weights in 4 bits, beside others or alone, those that FSDP2 gathers
+    and those of `shard_base`. All are written into a scratch in each pass. Without any, it is a
+    Border."""
 
     may_wait = True
 
@@ -43,7 +47,7 @@ class ScratchBorder(Border):
         scratches: Scratches,
     ) -> tuple[Bordered, bool]:
         is_gathered = any(is_gathered_in(read.base) for read in reads)
-        if not is_gathered and not any(read.is_packed for read in reads):
+        if not is_gathered and not any(read.is_packed or is_sharded(read) for read in reads):
             self._kept = None
             return super().find_or_make(reads, parts, ranks, dtype, scratches)
         places = _places_of(reads, is_gathered)
@@ -56,6 +60,10 @@ class ScratchBorder(Border):
         buffer = _make(reads, layout, scratches, is_gathered)
         self._kept = _places_of(reads, is_gathered), layout, buffer  # biases may have moved
         return layout.bordered(buffer, reads, parts), False
+
+
+def is_sharded(read: Projection) -> bool:
+    return isinstance(read.weight, ShardedWeight)
 
 
 def _parameter_of(read: Projection) -> Tensor:
@@ -74,7 +82,10 @@ def _places_of(reads: Sequence[Projection], is_gathered: bool) -> tuple:
 
 def _place_of(read: Projection) -> tuple:
     bias = held_bias(read)
-    place = places_of(read.base) if read.is_packed else (read.weight.data_ptr(),)
+    if isinstance(read.weight, ShardedWeight):
+        place: tuple = read.weight.place
+    else:
+        place = places_of(read.base) if read.is_packed else (read.weight.data_ptr(),)
     # 4 bits stay where they are if compute_dtype changes
     return *place, read.weight.dtype, None if bias is None else bias.data_ptr()
 
@@ -88,10 +99,17 @@ def _make(
     key = layout, inputs, like.dtype, like.device
     if key not in scratches:
         scratches[key] = Scratch(empty_rows(like, layout.rows, inputs + layout.width).zero_())
-    weights = [packed(read.base) if read.is_packed else read.weight for read in reads]
+    weights = [_stored(read) for read in reads]
     if not is_gathered:
         return ScratchBuffer(scratches[key], weights, move_biases(reads, layout, like.dtype))
     biases = [held_bias(read) for read in reads]
     has_any = any(one is not None for one in biases)
     bias = like.new_zeros(layout.rows) if has_any else None
     return ScratchBuffer(scratches[key], weights, bias, biases)
+
+
+def _stored(read: Projection) -> Packed4bit | Tensor | Shard:
+    """Return a projection's weight as it is stored."""
+    if isinstance(read.weight, ShardedWeight):
+        return read.weight.shard
+    return packed(read.base) if read.is_packed else read.weight

@@ -38,6 +38,7 @@ from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
 from ..kernels.swiglu_products_forward import swiglu_forward_product
 from .residual import Norm, apply_norm, norm_backward
+from .shards import Shard
 
 
 class Dropout(NamedTuple):
@@ -66,8 +67,11 @@ class Buffer:
     """The memory of a bordered weight, while something needs it, and its products.
 
     matrix: [out + width, in + width]. bias: [out + width], zero after out, or None. key: of the
-    adapters that are in the border now; None: unknown.
+    adapters that are in the border now; None: unknown. shards: of sharded weights, and the rows
+    that they are gathered into.
     """
+
+    shards: Sequence[tuple[Shard, Tensor]] = ()
 
     def __init__(self, matrix: Tensor, bias: Tensor | None, outputs: int, inputs: int):
         self.matrix, self.bias = matrix, bias

@@ -11,6 +11,7 @@ from fused_mlp.launching import is_capturing
 from ..kernels.many_copies import ManyCopies, Matrices
 from ..kernels.rows import Handover
 from .buffer import Bordered
+from .shards import Gathering
 
 
 class Adapter(NamedTuple):
@@ -23,11 +24,14 @@ class Adapter(NamedTuple):
 class Filling:
     """Copies one layer's adapters into its borders, and knows which are there.
 
-    handover: one for all layers of a model.
+    handover: one for all layers of a model. index: the layer's place in a forward. gathering: one
+    for a model, of sharded weights; None: this layer has none.
     """
 
     def __init__(self) -> None:
         self.handover = Handover()
+        self.index = 0
+        self.gathering: Gathering | None = None
         self._copies = ManyCopies()
 
     def fill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> None:
@@ -36,6 +40,8 @@ class Filling:
         Equivalent PyTorch, for each: ``A_view.copy_(A); B_view.copy_(scaling * B)``, and zeros in
         what a larger rank may have left.
         """
+        if self.gathering is not None:
+            self.gathering.bring(self.index, self._may_differ(groups))
         self._fill(groups, adapters, _key_of(groups, adapters))
 
     def refill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> None:
@@ -44,12 +50,17 @@ class Filling:
         It is for backward, because a forward with other adapters may have run before it.
         """
         key = _key_of(groups, adapters)
-        # nobody notices what the replay of a graph copies
-        may_differ = self._copies.is_captured and not is_capturing(groups[0].A)
+        may_differ = self._may_differ(groups)
+        if self.gathering is not None:
+            self.gathering.bring(self.index, may_differ)
         if may_differ or any(one.buffer.key != key for one in groups):
             self._fill(groups, adapters, key)
             for one in groups:  # these may be tensors of backward's own, whose memory goes round
                 one.buffer.key = None
+
+    def _may_differ(self, groups: Sequence[Bordered]) -> bool:
+        """Return True if a graph's replay may have written into the buffers: nobody notices."""
+        return self._copies.is_captured and not is_capturing(groups[0].A)
 
     @torch.no_grad()
     def _fill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter], key: tuple) -> None:

@@ -1,12 +1,12 @@
-"""Buffers that layers share: a layer writes its weights into them before it multiplies.
+"""Buffers that layers shard: a layer writes its weights into them before it multiplies.
 
 Weights in 4 bits cannot be multiplied as they are. Before a layer's forward, and again before its
 backward, one launch writes all of them into matrices that the layers of a model take in turns
-(`kernels/dequantize_4bit.py`). A recomputed forward and the backward after it share one launch.
+(`kernels/dequantize_4bit.py`). A recomputed forward and the backward after it shard one launch.
 For Qwen2.5-3B these matrices are 154 MB, and both passes over all layers write 11 GB.
 
 Weights that FSDP2 shards over ranks are plain only while it has gathered them, each by itself. They
-are copied into the same matrices.
+are copied into the same matrices. Those of `shard_base` are gathered into them (`shards.py`).
 """
 
 import itertools
@@ -18,6 +18,7 @@ from torch import Tensor
 from ..kernels.dequantize_4bit import Dequantize4bit
 from ..kernels.packed_4bit import Packed4bit
 from .buffer import Buffer
+from .shards import Gathering, Shard
 
 SERIALS = itertools.count()  # of what takes turns
 
@@ -35,7 +36,14 @@ class Scratch:
 
 
 class Scratches(dict[Hashable, Scratch]):
-    """The memory of a model, by shape. A copy is empty, because a copied model makes its own."""
+    """The memory of a model, by shape. A copy is empty, because a copied model makes its own.
+
+    gathering: of weights that `shard_base` has sharded.
+    """
+
+    def __init__(self, gathering: Gathering | None = None) -> None:
+        super().__init__()
+        self.gathering = gathering or Gathering()
 
     def __reduce__(self):
         return Scratches, ()
@@ -44,7 +52,8 @@ class Scratches(dict[Hashable, Scratch]):
 class ScratchBuffer(Buffer):
     """A `Buffer` whose weights are written into a `Scratch`.
 
-    weights: those of its projections, [out_i, in] each: packed, or plain ones that are copied.
+    weights: those of its projections, [out_i, in] each: packed, or plain ones that are copied, or
+        shards, which `Gathering` gathers.
     bias: [out + width] or None. biases: [out_i] or None each, copied into bias before each pass;
         empty: bias already holds them.
     """
@@ -52,7 +61,7 @@ class ScratchBuffer(Buffer):
     def __init__(
         self,
         scratch: Scratch,
-        weights: Sequence[Packed4bit | Tensor],
+        weights: Sequence[Packed4bit | Tensor | Shard],
         bias: Tensor | None,
         biases: Sequence[Tensor | None] = (),
     ):
@@ -62,11 +71,17 @@ class ScratchBuffer(Buffer):
         super().__init__(scratch.memory, bias, sum(outs), weights[0].shape[1])
         self._packed: list[tuple[Packed4bit, Tensor]] = []
         self._plain: list[tuple[Tensor, Tensor]] = []
+        shards = []
         for weight, rows in zip(weights, self.weight.split(outs), strict=True):
             if isinstance(weight, Packed4bit):
                 self._packed.append((weight, rows))
+            elif isinstance(weight, Shard):
+                stride = rows.stride(0)
+                weight.space(stride)
+                shards.append((weight, rows.as_strided((len(rows), stride), (stride, 1))))
             else:
                 self._plain.append(_as_words(weight.detach(), rows))
+        self.shards = shards
         if bias is not None and biases:
             pairs = zip(biases, bias[: sum(outs)].split(outs), strict=True)
             self._plain += [(one, part) for one, part in pairs if one is not None]

@@ -58,13 +58,13 @@ def step_of(model):
     """As of a model that is not wrapped."""
     found = step(model, length=SHORT)
     values = {
-        name.removeprefix("module."): tensor.full_tensor() if is_sharded(tensor) else tensor
+        name.removeprefix("module."): tensor.full_tensor() if is_dtensor(tensor) else tensor
         for name, tensor in found.items()
     }
     return found.functions, values
 
 
-def is_sharded(tensor):
+def is_dtensor(tensor):
     return isinstance(tensor, DTensor)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fused_lora import Fusion, fuse, report
+from fused_lora import Fusion, fuse, report, shard_base
 from fused_lora.adopt.projection import Projection
 from fused_lora.adopt.scratch_border import _places_of
 
@@ -31,6 +31,7 @@ MODELS = {  # that differ
         "change": partial(quantised, quant_storage=torch.float32),
         "config": ONE_LAYER | {"intermediate_size": 140},
     },
+    "shard_base, then fully_shard": {"config": ONE_LAYER | {"intermediate_size": 140}},
     "a trained head and its norm": {"config": ONE_LAYER, "modules_to_save": ["lm_head"]},
 }
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -48,6 +49,23 @@ def shard(model, **options):
 
 def frozen(model):
     return {p for p in model.parameters() if not p.requires_grad}
+
+
+def nothing(model):
+    return model
+
+
+def then_fully_shard(model):
+    shard_base(model)
+    return after_fuse(shard)(model)
+
+
+def shard_base_after(wrap):
+    def wrapped(model):
+        wrap(model)
+        shard_base(model)
+
+    return wrapped
 
 
 def after_a_forward(wrap):
@@ -137,6 +155,10 @@ WRAPPED = {
         tensor_parallel,
         r"no fully_shard manages: load the model without tensor parallelism \(tp_plan\)",
     ),
+    "shard_base after fuse": (shard_base_after(after_fuse(nothing)), "call shard_base before fuse"),
+    "shard_base after fully_shard": (shard_base_after(shard), "shards the model already"),
+    "shard_base of odd sizes": (shard_base, "gate_proj.base_layer has 139 rows, which 2 ranks"),
+    "shard_base, then fully_shard": (then_fully_shard, RIGHT),
     "4 bits, cast": (
         after_fuse(partial(shard, mp_policy=BF16)),
         r"cast packed 4-bit .*: load the model with bnb_4bit_quant_storage=torch.bfloat16",

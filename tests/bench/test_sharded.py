@@ -29,11 +29,14 @@ def rehearse(rank, device, base, wrapper):
     return train_each(asked_of(rank, "--base", base, "--wrapper", wrapper), torch.device(device))
 
 
+TRIED = [
+    ("bf16", "shard_base"), ("bf16", "sharded"), ("nf4", "sharded"), ("nf4", "replicated"),
+    ("nf4", "alone"),
+]  # fmt: skip
+
+
 @pytest.mark.slow("nf4-sharded")
-@pytest.mark.parametrize(
-    ("base", "wrapper"),
-    [("bf16", "sharded"), ("nf4", "sharded"), ("nf4", "replicated"), ("nf4", "alone")],
-)
+@pytest.mark.parametrize(("base", "wrapper"), TRIED)
 def test_a_model_trains_fused_as_it_does_plain(base, wrapper, monkeypatch):
     monkeypatch.setattr("bench.sharded.DTYPE", torch.bfloat16)  # as on a GPU
     for losses in on_ranks(2, rehearse, base, wrapper):
@@ -52,21 +55,22 @@ def peak_bytes(run):
 
 
 def loaded_each(rank, device, folder, out):
-    return [loaded(rank, device, folder, base, out / base) for base in AT_MOST]
+    return [loaded(rank, device, folder, *how, out / "-".join(how)) for how in AT_MOST]
 
 
-def loaded(rank, device, folder, base, out):
+def loaded(rank, device, folder, base, wrapper, out):
     """Load a checkpoint by shares, set the adapters, compute logits and save. Return the logits,
     and the most bytes that the base took."""
-    asked = asked_of(rank, "--model", str(folder), "--base", base)
+    asked = asked_of(rank, "--model", str(folder), "--base", base, "--wrapper", wrapper)
     model, peak = peak_bytes(lambda: built_model(asked, torch.device(device)))
-    torch.manual_seed(rank)
+    torch.manual_seed(rank if wrapper == "sharded" else 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            own = parameter.to_local() if wrapper == "sharded" else parameter
             if "lora_" in name:
-                peak -= parameter.to_local().nbytes
+                peak -= own.nbytes
             if "lora_B" in name:
-                parameter.to_local().normal_(0.0, 5.0)
+                own.normal_(0.0, 5.0)
     logits = logits_of(model.eval())
     save_adapters(model, out)
     return logits, peak
@@ -93,22 +97,27 @@ def saved(tmp_path_factory):
     return folder
 
 
-# half of the whole; half of its 4 bits, and of one layer half, and a whole matrix to be quantised
-AT_MOST = {"bf16": 0.6, "nf4": 0.5 * 0.5 / DTYPE.itemsize + 0.15}
+# half of the whole; that, a layer and the embedding; half of its 4 bits, and of one layer half, and
+# a whole matrix to be quantised
+AT_MOST = {
+    ("bf16", "sharded"): 0.6,
+    ("bf16", "shard_base"): 0.7,
+    ("nf4", "sharded"): 0.5 * 0.5 / DTYPE.itemsize + 0.15,
+}
 
 
 @pytest.mark.slow
 def test_ranks_load_a_checkpoint_by_shares_and_one_merges_what_they_save(saved, tmp_path):
     ranks = on_ranks(2, loaded_each, saved, tmp_path, fresh=True)  # MemTracker crashes in a fork
-    for base, (first, first_peak), (second, second_peak) in zip(AT_MOST, *ranks, strict=True):
+    for how, (first, first_peak), (second, second_peak) in zip(AT_MOST, *ranks, strict=True):
         assert torch.equal(first, second)
         plain = AutoModelForCausalLM.from_pretrained(saved, dtype=DTYPE)
         whole = sum(p.nbytes for p in plain.parameters())
-        assert max(first_peak, second_peak) < AT_MOST[base] * whole
+        assert max(first_peak, second_peak) < AT_MOST[how] * whole
         unadapted = logits_of(plain)
-        if base == "nf4":
+        if "nf4" in how:
             plain = dequantised(quantised(plain))
-        merged = PeftModel.from_pretrained(plain, tmp_path / base).merge_and_unload()
+        merged = PeftModel.from_pretrained(plain, tmp_path / "-".join(how)).merge_and_unload()
         at_most = 1e-4 if DTYPE.itemsize == 4 else 0.05
         assert relative_error(logits_of(merged), first) < at_most
         assert relative_error(unadapted, first) > 0.4
@@ -122,6 +131,11 @@ REFUSED = {
     "a model of another kind": ("gpt2.json", (), "cannot be trained here"),
     "selective without its memory": (TINY, ("--checkpoint", "selective"), "needs checkpoint_gib"),
     "no steps": (TINY, ("--steps", "0"), "--steps is 0: give 1 or more"),
+    "4 bits, which stay whole": (
+        TINY,
+        ("--base", "nf4", "--wrapper", "shard_base"),
+        "stay whole; give sharded",
+    ),
     "an unknown base": (TINY, ("--base", "int8"), "invalid choice: 'int8'"),
     "without torchrun": (TINY, (), "with torchrun"),
 }

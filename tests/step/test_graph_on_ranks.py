@@ -17,7 +17,7 @@ from cases.ranks import on_ranks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion, fuse, shard_base
 from fused_lora.step.flat_gradients import FlatGradients
 from fused_lora.step.graph import EAGER_CALLS
 
@@ -27,7 +27,12 @@ UPDATES = 6  # two of each length are eager
 RANKS, SHORT = 2, 7
 BOUND = {"rtol": 1e-4, "atol": 1e-5}
 WHOLE = Fusion(rms_norm=True, cross_entropy=True, layer=True, checkpoint="full")
-FUSED = {"layers": (WHOLE, {}), "layers in 4 bits": (WHOLE, {"change": quantised})}
+SHARDED = "layers of shard_base"
+FUSED = {
+    "layers": (WHOLE, {}),
+    "layers in 4 bits": (WHOLE, {"change": quantised}),
+    SHARDED: (WHOLE, {}),
+}
 
 
 def own_batch(rank, seed):
@@ -159,8 +164,11 @@ def test_dropout_differs_by_rank_and_repeats_by_seed():
 def fused(rank, device, how):
     """Train a fused model, and its twin in the eager loop on the batches of all ranks."""
     fusion, options = FUSED[how]
-    model = peft_model(device, config={"num_hidden_layers": 1}, **options)
+    sizes = {"num_hidden_layers": 3, "intermediate_size": 140} if how == SHARDED else {}
+    model = peft_model(device, config={"num_hidden_layers": 1} | sizes, **options)
     twin = copy.deepcopy(model)
+    if how == SHARDED:
+        shard_base(model)
     fuse(model, fusion), fuse(twin, fusion)
     step = graphed(model, adamw(model), max_grad_norm=CLIP)
     eager = EagerStep(twin, adamw(twin), torch.enable_grad, CLIP, RANKS)
@@ -174,7 +182,8 @@ def fused(rank, device, how):
     own, wanted = zip(*((own, everybodys[rank]) for own, everybodys in losses), strict=True)
     torch.testing.assert_close(own, wanted, **BOUND)
     assert captured(step) == (device != "cpu")
-    return weights(model), weights(twin)
+    trained = [name for name, one in model.named_parameters() if one.requires_grad]
+    return [[one.get_parameter(name).detach() for name in trained] for one in (model, twin)]
 
 
 @pytest.mark.slow("layers")

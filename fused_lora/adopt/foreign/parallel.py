@@ -57,7 +57,7 @@ def is_in_fsdp(module: nn.Module) -> bool:
     return "_is_fsdp_managed_module" in vars(module)
 
 
-def is_sharded(weight: Any) -> bool:
+def is_dtensor(weight: Any) -> bool:
     """Return True for a weight whose ranks each hold a part of it now."""
     return type(weight).__name__ == "DTensor"
 
@@ -84,6 +84,12 @@ def is_gathered_in(module: nn.Module | None) -> bool:
     """Return True in a forward for a module whose weights FSDP2 has gathered. It marks no module
     whose weights it ignores."""
     return module is not None and is_in_fsdp(module) and not _thread.is_between
+
+
+def keep_from_ddp(model: Any, names: Iterable[str]) -> None:
+    """Keep DistributedDataParallel from broadcasting these parameters from the first rank."""
+    before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    model._ddp_params_and_buffers_to_ignore = list(dict.fromkeys([*before, *names]))
 
 
 def may_shard_later() -> bool:

@@ -13,7 +13,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from ...kernels.packed_4bit import Nested, Packed4bit
-from ..foreign.parallel import is_in_fsdp, is_sharded, why_sharded
+from ..foreign.parallel import is_dtensor, is_in_fsdp, why_sharded
 from ..site import KERNELS_WANT_A_GPU
 
 CLASSES = ("Linear4bit", "LinearNF4", "LinearFP4")
@@ -37,7 +37,7 @@ def why_not_4bit(base: Any) -> str | None:
     """Return the reason if such a layer's weight is not its class's packed weight. FSDP2 shows it
     as a plain parameter."""
     weight = base._parameters.get("weight")
-    if is_sharded(weight):
+    if is_dtensor(weight):
         if (reason := why_sharded(base)) is not None:
             return f"its 4-bit weight {reason}"
     elif type(weight).__name__ != "Params4bit" and not is_in_fsdp(base):

@@ -12,13 +12,14 @@ from ...layer.buffer import Bordered
 from ...layer.fp8.buffer import Fp8Buffer
 from ...layer.scratch import Scratches
 from ..borders import Border, Layout, held_bias, layout_of, let_save, move_biases
-from ..foreign.parallel import is_sharded
+from ..foreign.parallel import is_dtensor
 from ..four_bit.reading import is_4bit
 from ..layer_reading import base_layers
 from ..projection import Projection
+from ..sharded_weight import ShardedWeight
 from . import checkpoint
 from .checkpoint import is_of_codes, scales_of
-from .weight import Fp8Weight, become_fp8, keep_from_ddp, why_not_in_fp8
+from .weight import Fp8Weight, become_fp8, keep_fp8_from_ddp, why_not_in_fp8
 
 
 class Fp8Border(Border):
@@ -31,8 +32,10 @@ class Fp8Border(Border):
     @staticmethod
     def why_not(layer: Any) -> str | None:
         weights = [base.weight for base in base_layers(layer)]
-        if any(map(is_sharded, weights)):
+        if any(map(is_dtensor, weights)):
             return "fully_shard shards its weights: leave fp8 out, or its layers unsharded"
+        if any(isinstance(weight, ShardedWeight) for weight in weights):
+            return "shard_base has sharded its weights: leave fp8 out, or shard_base"
         if any(weight.dtype == E4M3 for weight in weights):  # they do not show the model's dtype
             weights.append(layer.post_attention_layernorm.weight)
         return next(filter(None, map(why_not_in_fp8, weights)), None)
@@ -52,7 +55,7 @@ class Fp8Border(Border):
     @staticmethod
     def settle(model: nn.Module) -> None:
         checkpoint.drop_idle_hook(model)
-        keep_from_ddp(model)
+        keep_fp8_from_ddp(model)
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,17 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ...kernels.fp8_rows import E4M3, SIZES, codes_and_scales
 from ...layer.buffer import PlacedWeight
 from ...layer.fp8.buffer import Fp8Buffer
+from ..foreign.parallel import keep_from_ddp
+from ..wrapped_weight import SAME, aten, written_of
 
-aten = torch.ops.aten
 FP8_DTYPES = (torch.bfloat16,)  # outputs of `_scaled_mm` with row scales
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
-# Functions that return the same weight.
-SAME = {aten.detach.default, aten.alias.default}
 PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear", "mm", "mv", "vdot"}
 
 
@@ -100,7 +99,7 @@ class _Coded(Tensor):
                 return _views(first, func, args[1:], kwargs)
             if func is aten._to_copy.default and kwargs.get("device") is not None:
                 return func(first.of(first.weight.original), *args[1:], **kwargs)  # from the host
-        if written := _written(func, args, kwargs):
+        if written := written_of(_Coded, func, args, kwargs):
             return _write(written, func, args, kwargs)
         is_product = func._schema.name.removeprefix("aten::").rstrip("_") in PRODUCTS
         read = _Coded.dequantised if is_product else _Coded.exact
@@ -236,14 +235,6 @@ def _views(one: _Coded, func: Any, args: tuple, kwargs: dict) -> Any:
     return [view(each, lambda given, i=i: given[i]) for i, each in enumerate(shown)]
 
 
-def _written(func: Any, args: tuple, kwargs: dict) -> list[_Coded]:
-    """Return the FP8 weights, and views of them, that a function writes to."""
-    given = zip(func._schema.arguments, args, strict=False)
-    by_place = [value for argument, value in given if argument.is_write]
-    by_name = [kwargs.get(one.name) for one in func._schema.arguments if one.is_write]
-    return [one for one in tree_leaves((by_place, by_name)) if isinstance(one, _Coded)]
-
-
 def _write(written: list[_Coded], func: Any, args: tuple, kwargs: dict) -> Any:
     """Run a function that writes to FP8 weights on their originals, and quantise these again."""
     if torch.Tag.inplace_view in func.tags:
@@ -309,15 +300,13 @@ def _become(parameter: Tensor, other: Tensor) -> None:
             parameter.grad = grad
 
 
-def keep_from_ddp(model: Any) -> None:
-    """Keep DistributedDataParallel from broadcasting this model's FP8 weights from the first rank.
-    Every rank has made or loaded the same ones. An Fp8Weight would be sent from the host and
-    quantised again, and Gloo cannot send codes at all."""
+def keep_fp8_from_ddp(model: nn.Module) -> None:
+    """Every rank has made or loaded the same FP8 weights. An Fp8Weight would be sent from the host
+    and quantised again, and Gloo cannot send codes at all."""
     names = [
         name
         for name, one in model.named_parameters()
         if isinstance(one, Fp8Weight) or (one.is_floating_point() and one.element_size() == 1)
     ]
     if names:
-        before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-        model._ddp_params_and_buffers_to_ignore = list(dict.fromkeys([*before, *names]))
+        keep_from_ddp(model, names)

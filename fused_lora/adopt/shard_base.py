@@ -1,0 +1,101 @@
+"""`shard_base`: the frozen weights of a model's decoder layers, sharded over ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fused_mlp.launching import DTYPES
+
+from ..layer.shards import Shard
+from .foreign.parallel import is_in_fsdp, keep_from_ddp
+from .layer import borders_of
+from .layer_reading import read_groups
+from .projection import has_adapters
+from .refusal import attempt
+from .report import NO_ADAPTERS
+from .rms_norm import normed_layers
+from .scratch_border import ScratchBorder
+from .sharded_weight import ShardedWeight
+
+
+def shard_base(model: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Shard the frozen weights of decoder layers over ranks, for a model larger than a GPU.
+
+    Each of N ranks keeps 1/N of every projection's rows, on its GPU. While a layer runs, all ranks
+    gather the weights of the next one, in the forward and again in the backward. That takes layers
+    that run whole. Any other use of a weight gathers it first, and is slow. Adapters, norms,
+    embeddings and the head stay whole on every rank, so `GraphedStep`, DistributedDataParallel and
+    trainers work as without it. All ranks have to train the same number of batches.
+
+        model = get_peft_model(...)  # on the CPU if it does not fit
+        shard_base(model)
+        model.to("cuda")
+        fuse(model)
+
+    Args:
+        model: a PEFT model that is not fused yet, the same on all ranks, or first its layers, one
+            by one as they are loaded, and then the model. Weights in 4 bits stay whole.
+        group: the ranks, the default group if None. Each keeps rows of its model.
+
+    Returns: the names of the weights. They cannot be changed any more: load and merge before.
+
+    Raises:
+        ValueError: nothing has been sharded, because there is no process group, no layer could run
+            whole, the model is fused or in FSDP, or a weight's rows cannot be divided evenly.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("shard_base: call torch.distributed.init_process_group first")
+    group = group or dist.group.WORLD
+    assert group is not None
+    bases = _bases_to_shard(model, group.size())
+    having: dict[int, list[nn.Linear]] = {}  # one weight may be several layers'
+    for base in bases.values():
+        having.setdefault(id(base.weight), []).append(base)
+    for owners in having.values():
+        weight = owners[0].weight
+        if isinstance(weight, ShardedWeight):
+            continue
+        rows = weight.detach().chunk(group.size())[group.rank()]
+        shard = Shard(rows.to(_device_for(weight), copy=True), group)
+        for base in owners:
+            base.weight = nn.Parameter(ShardedWeight.of(shard), requires_grad=False)
+    names = [f"{name}.weight" for name in bases]
+    keep_from_ddp(model, names)
+    return names
+
+
+def _bases_to_shard(model: nn.Module, ranks: int) -> dict[str, nn.Linear]:
+    """Return the linear layers whose weights are to be sharded, by name. Raises ValueError."""
+    bases: dict[str, nn.Linear] = {}
+    names = {id(module): name for name, module in model.named_modules()}
+    reasons = []
+    for _, layer in normed_layers(model):
+        if borders_of(layer) is not None:
+            raise ValueError("shard_base: the model is fused: call shard_base before fuse")
+        if is_in_fsdp(layer):
+            raise ValueError("shard_base: fully_shard shards the model already: take one of them")
+        reads, reason = attempt(read_groups, layer, ScratchBorder)
+        if reason:
+            reasons.append(reason)
+            continue
+        for read in (read for reads_of_group in reads for read in reads_of_group):
+            if read.is_packed or read.weight.dtype not in DTYPES:
+                continue
+            if read.weight.shape[0] % ranks:
+                raise ValueError(
+                    f"shard_base: {names[id(read.base)]} has {read.weight.shape[0]} rows, which "
+                    f"{ranks} ranks cannot divide evenly: take another number, or fully_shard"
+                )
+            bases[names[id(read.base)]] = read.base
+    if not bases:
+        why = (reasons or ["it has none in bf16, fp16 or fp32"])[0]
+        raise ValueError(
+            f"shard_base finds no layer to shard: {why if has_adapters(model) else NO_ADAPTERS}"
+        )
+    return bases
+
+
+def _device_for(weight: torch.Tensor) -> torch.device:
+    """Return the GPU, also for a model that is still on the CPU."""
+    is_late = weight.device.type == "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if is_late else weight.device

@@ -1,0 +1,96 @@
+"""The weights that `shard_base` has sharded over ranks.
+
+A layer that runs whole gathers its weights into matrices that all layers take in turns
+(`layer/shards.py`). All other code sees a tensor on the GPU: every use gathers the whole weight
+into temporary memory, so all ranks have to do the same. It cannot be written to.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..layer.buffer import PlacedWeight
+from ..layer.shards import Shard
+from .wrapped_weight import SAME, aten, written_of
+
+
+class ShardedWeight(Tensor, PlacedWeight):
+    """Rows [row, row + out) of a weight. Each rank has a shard of the whole."""
+
+    shard: Shard
+    row: int
+
+    @staticmethod
+    @torch.inference_mode(False)  # otherwise it could not be used outside
+    def of(shard: Shard, row: int = 0, count: int | None = None) -> "ShardedWeight":
+        size = (shard.shape[0] if count is None else count, shard.shape[1])
+        self: Any = Tensor._make_wrapper_subclass(
+            ShardedWeight, size, dtype=shard.rows.dtype, device=shard.rows.device
+        )
+        self.shard, self.row = shard, row
+        return self
+
+    @property
+    def place(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.shard.rows.data_ptr(), self.row
+
+    def whole(self) -> Tensor:
+        """Return these rows, gathered. All ranks have to ask for them."""
+        return self.shard.whole()[self.row : self.row + self.shape[0]]
+
+    def untyped_storage(self):
+        return self.shard.rows.untyped_storage()  # it has none itself
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, ShardedWeight):
+            raise RuntimeError(
+                "this weight is sharded over ranks, so it cannot be assigned: load and merge "
+                "before shard_base"
+            )
+        self.shard = value.shard  # moved or cast
+
+    def leave_buffer(self) -> None:
+        """Stay as it is: it lies in no buffer."""
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ShardedWeight({list(self.shape)}, {self.dtype}, {self.device})"
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        copied = ShardedWeight.of(Shard(self.shard.rows.clone(), self.shard.group), self.row)
+        return memo.setdefault(id(self), nn.Parameter(copied, requires_grad=False))
+
+    def __reduce_ex__(self, _: Any):
+        return nn.Parameter, (self.whole(), False)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ):
+        kwargs = kwargs or {}
+        parts = func.decompose(*args, **kwargs)  # in inference_mode nobody has done this yet
+        if parts is not NotImplemented:
+            return parts
+        first: Any = args[0] if args else None
+        if func in SAME:
+            return ShardedWeight.of(first.shard, first.row, first.shape[0])
+        if func is aten._to_copy.default:
+            rows = func(first.shard.rows, *args[1:], **kwargs)
+            return ShardedWeight.of(Shard(rows, first.shard.group), first.row, first.shape[0])
+        if func is aten.split_with_sizes.default and not any(args[2:]):
+            starts = (first.row + sum(args[1][:i]) for i in range(len(args[1])))
+            pairs = zip(starts, args[1], strict=True)
+            return [ShardedWeight.of(first.shard, start, size) for start, size in pairs]
+        if written_of(ShardedWeight, func, args, kwargs):
+            raise RuntimeError(
+                f"{func._schema.name.removeprefix('aten::')}: this weight is sharded over ranks, "
+                "so it cannot be changed: do that before shard_base"
+            )
+        args, kwargs = tree_map_only(ShardedWeight, ShardedWeight.whole, (args, kwargs))
+        return func(*args, **kwargs)

@@ -1,0 +1,130 @@
+"""Frozen weights sharded over ranks: each keeps some rows of every weight, and all together gather
+a layer's before it runs.
+
+    rank 0  rows 0 ... k - 1      |
+    rank 1  rows k ... 2 k - 1    |  all-gather  ->  [out, in + width], a `Scratch` of all layers
+    ...                           |
+
+A shard has the row stride of the bordered matrix (`buffer.py`), so NCCL writes every row where the
+matmul reads it, and nothing is copied. That takes a few bytes more: at rank 32 and 2,048 inputs,
+5%. Frozen weights have no gradient, so a step needs nothing else: one all-gather per layer in the
+forward, one in the backward. Qwen2.5-32B's layers are 63 GB; on four ranks each keeps 15.6 GB, and
+sends and receives 3 x 15.6 GB in either pass.
+
+When a layer begins, `Gathering` starts the all-gather of the layer that followed it the last time,
+into a second set of matrices. Ranks must run the same layers in the same order, as with FSDP2.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Shard:
+    """This rank's rows of a weight [out, in].
+
+    rows: [out / ranks, in]. group: the ranks, each with as many rows, in the order of the weight's.
+    """
+
+    def __init__(self, rows: Tensor, group: dist.ProcessGroup):
+        self.rows, self.group = rows, group
+        self.shape = torch.Size((rows.shape[0] * group.size(), rows.shape[1]))
+
+    def space(self, stride: int) -> None:
+        """Move the rows this far apart, with zeros between them."""
+        if self.rows.stride(0) != stride or self.rows.storage_offset():
+            spaced = self.rows.new_zeros(self.rows.shape[0], stride)
+            self.rows = spaced[:, : self.shape[1]].copy_(self.rows)
+
+    @property
+    def memory(self) -> Tensor:
+        """The rows with what is between them, [out / ranks, stride]."""
+        stride = self.rows.stride(0)
+        return self.rows.as_strided((self.rows.shape[0], stride), (stride, 1))
+
+    def whole(self) -> Tensor:
+        """Return the weight, gathered into new memory. All ranks have to ask for it."""
+        weight = self.rows.new_empty(self.shape)
+        dist.all_gather_into_tensor(weight, self.rows.contiguous(), group=self.group)
+        return weight
+
+
+class Gathered(Protocol):
+    """A buffer that has sharded weights."""
+
+    key: tuple | None  # None: what lies in it is not, or not surely, this buffer's
+    shards: Sequence[tuple[Shard, Tensor]]
+
+
+class Gathering:
+    """Gathers the weights of a model's layers, a layer ahead."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, Sequence[Gathered]] = {}
+        self._next: dict[tuple[int, bool], int] = {}  # by layer, and whether in backward
+        self._last: tuple[int, bool] | None = None
+        self._pending: tuple[int, list] | None = None  # the layer, and what to wait for
+
+    def __reduce__(self):
+        return Gathering, ()  # a copied model shards nothing
+
+    def add(self, index: int, buffers: Sequence[Gathered]) -> None:
+        """Know the buffers of a layer. index: its place in a forward."""
+        self._layers[index] = buffers
+
+    def bring(self, index: int, may_differ: bool) -> None:
+        """Have a layer's weights in its matrices, and start with those of the next.
+
+        may_differ: other weights may lie there, although the keys say otherwise.
+        """
+        is_backward = torch._C._current_graph_task_id() != -1  # as FSDP2 asks
+        self._learn(index, is_backward)
+
+        def is_there(layer: int) -> bool:
+            keys = (one.key for one in self._layers[layer])
+            return is_backward and not may_differ and all(key is not None for key in keys)
+
+        is_ahead = self._pending is not None and self._pending[0] == index
+        self._wait()
+        if not is_ahead and not is_there(index):
+            self._start(index)
+            self._wait()
+        following = self._next.get((index, is_backward))
+        if following is not None and not is_there(following):
+            self._start(following)
+
+    def _learn(self, index: int, is_backward: bool) -> None:
+        """Note which layer follows the last one within a forward, or within a backward. A graph
+        cannot end while weights are on their way, so after the last of either nothing follows."""
+        last, self._last = self._last, (index, is_backward)
+        if last is None or last == self._last:
+            return
+        before, was_backward = last
+        if was_backward == is_backward and (index < before) == is_backward:
+            self._next[last] = index
+        else:
+            self._next.pop(last, None)
+
+    def _start(self, index: int) -> None:
+        """Gather into the matrices once the GPU has done all that it has been given so far."""
+        by_group: dict[dist.ProcessGroup, list[tuple[Shard, Tensor]]] = {}
+        for buffer in self._layers[index]:
+            buffer.key = None
+            for shard, rows in buffer.shards:
+                by_group.setdefault(shard.group, []).append((shard, rows))
+        works = []
+        for group, pairs in by_group.items():
+            with dist._coalescing_manager(group, async_ops=True) as work:  # one launch
+                for shard, rows in pairs:
+                    dist.all_gather_into_tensor(rows, shard.memory, group=group)
+            works.append(work)
+        self._pending = index, works
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            for work in self._pending[1]:
+                work.wait()
+            self._pending = None

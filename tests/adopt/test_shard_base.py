@@ -1,0 +1,220 @@
+"""`shard_base`: models with sharded base weights compute what whole ones do."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases.fused_case import ALL, SHORT
+from cases.layer_case import layer_of, peft_model
+from cases.peft_models import ids
+from cases.ranks import on_ranks
+from cases.reference import relative_error
+
+from fused_lora import Fusion, fuse, shard_base, unfuse
+from fused_lora.layer.shards import Gathering
+
+EVERYTHING = Fusion(**ALL, layer=True)
+CHECKPOINTED = Fusion(**ALL, layer=True, checkpoint="full")
+EVEN = {"intermediate_size": 140}
+MORE = EVEN | {"num_hidden_layers": 4}
+
+
+# --- training -------------------------------------------------------------------------------------
+
+# ranks, what to fuse, and how the model is made
+MODELS = {
+    "four layers": (2, EVERYTHING, {"config": MORE}),
+    "four layers, full": (2, CHECKPOINTED, {"config": MORE}),
+    "the last layers": (2, EVERYTHING, {"config": MORE, "layers_to_transform": [2, 3]}),
+    "attention alone": (2, EVERYTHING, {"config": EVEN, "target_modules": ["q_proj", "v_proj"]}),
+    "parts": (2, Fusion(**ALL), {"config": EVEN}),
+    "dropout": (2, CHECKPOINTED, {"config": EVEN, "lora_dropout": 0.5}),
+    "joined projections": (1, EVERYTHING, {"family": "Phi3", "config": {"pad_token_id": 0},
+                           "target_modules": "all-linear"}),
+    "four ranks": (4, EVERYTHING, {"config": EVEN | {"head_dim": 28}}),
+}  # fmt: skip
+
+
+def gradients(model, seed):
+    model.zero_grad()
+    torch.manual_seed(seed)  # of dropout
+    tokens = ids(next(model.parameters()).device, seed)[:1, :SHORT]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def trained(rank, device, how):
+    """Compare with a model that is fused, and not sharded, step by step. Between two steps evaluate
+    and generate, which takes PEFT's own path."""
+    _, fusion, options = MODELS[how]
+    model = peft_model(device, **options)
+    twin = copy.deepcopy(model)
+    names = shard_base(model)
+    left = fuse(model, fusion).left, fuse(twin, fusion).left
+    errors = []
+    for seed in range(3):
+        found, wanted = gradients(model, seed), gradients(twin, seed)
+        assert found.keys() == wanted.keys()
+        errors += [relative_error(found[name], wanted[name]) for name in wanted]
+        prompt = ids(device, seed)[:1, :3]
+        both = [one.eval().generate(prompt, max_new_tokens=2, do_sample=False) for one in
+                (model, twin)]  # fmt: skip
+        assert torch.equal(*both)
+        with torch.no_grad():
+            errors.append(relative_error(*(one(input_ids=prompt).logits for one in (model, twin))))
+        model.train(), twin.train()
+    return max(errors), left, len(names)
+
+
+@pytest.mark.slow("the last layers", "attention alone", "four ranks")
+@pytest.mark.parametrize("how", MODELS)
+def test_a_sharded_model_trains_as_a_whole_one_does(how):
+    for error, (left, left_of_whole), count in on_ranks(MODELS[how][0], trained, how):
+        assert error < 1e-5 and left == left_of_whole and count
+
+
+# --- one weight -----------------------------------------------------------------------------------
+
+
+def pickled(weight):
+    file = io.BytesIO()
+    torch.save(weight, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+READS = {
+    "linear": lambda weight: F.linear(torch.ones(2, weight.shape[1]), weight),
+    "transposed": lambda weight: weight.t() * 2,
+    "rows": lambda weight: weight[3:5],
+    "split": lambda weight: torch.stack([one.sum() for one in weight.split([40, 100])]),
+    "cast": lambda weight: weight.to(torch.float64) + 0,
+    "copied": lambda weight: copy.deepcopy(weight) + 0,
+    "inference": torch.inference_mode()(lambda weight: weight.detach().abs()),
+    "pickled": pickled,
+}
+
+
+def read(rank, device):
+    """Read a sharded weight as it is made, and once it lies as a layer wants it."""
+    model = peft_model("cpu", config=EVEN)
+    whole = layer_of(model).mlp.gate_proj.base_layer.weight
+    shard_base(model)
+    found = []
+    for _ in range(2):
+        sharded = layer_of(model).mlp.gate_proj.base_layer.weight
+        found += [one(sharded) for one in READS.values()]
+        with pytest.raises(RuntimeError, match="mul_: this weight is sharded"):
+            sharded.mul_(2)
+        with pytest.raises(RuntimeError, match="load and merge before shard_base"):
+            sharded.data = whole
+        fuse(model, EVERYTHING)
+        gradients(model, 0)
+    wanted = [one(whole) for one in READS.values()]
+    return [torch.equal(*pair) for pair in zip(found, wanted * 2, strict=True)]
+
+
+def test_a_sharded_weight_reads_as_the_whole_and_cannot_be_written():
+    for equal in on_ranks(2, read):
+        assert len(equal) == 2 * len(READS) and all(equal)
+
+
+def moved(rank, device):
+    """Cast a model after a step and `unfuse`."""
+    model = peft_model(device, config=EVEN)
+    shard_base(model)
+    fuse(model, EVERYTHING)
+    gradients(model, 0)
+    unfuse(model)
+    twin = peft_model(device, config=EVEN).double()
+    model.double()
+    found, wanted = gradients(model, 1), gradients(twin, 1)
+    error = max(relative_error(found[name], wanted[name]) for name in wanted)
+    shard = layer_of(model).mlp.up_proj.base_layer.weight.shard
+    return error, shard.rows.dtype, shard.rows.shape
+
+
+def test_a_sharded_model_can_be_cast_and_unfused():
+    for error, dtype, shape in on_ranks(2, moved):
+        assert error < 1e-12 and dtype == torch.float64 and shape == (70, 52)
+
+
+# --- what is gathered when ------------------------------------------------------------------------
+
+
+class Noted(Gathering):
+    """Notes the layers, and instead of gathering changes what lies in the matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted, self.holders = [], {}
+
+    def _start(self, index):
+        self.noted.append(index)
+        for buffer in self._layers[index]:
+            buffer.key = None
+        self._pending = index, []
+
+
+class Held:
+    """A buffer of one of two matrices."""
+
+    def __init__(self, matrices, index):
+        self.matrices, self.index = matrices, index
+        self.shards = []
+
+    @property
+    def key(self):
+        index, key = self.matrices[self.index % 2]
+        return key if index == self.index else None
+
+    @key.setter
+    def key(self, key):
+        self.matrices[self.index % 2] = self.index, key
+
+
+def step(gathering, layers, trained=0):
+    """Run a step's calls on layers: a forward, and the backward of those from `trained` on. Return
+    which were gathered in either."""
+
+    def bring(index):
+        gathering.noted.append("|")
+        gathering.bring(index, False)
+        gathering._layers[index][0].key = ()
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, index):
+            ctx.index = index
+            bring(index)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            bring(ctx.index)
+            return grad, None
+
+    gathering.noted.clear()
+    x = torch.ones(1)
+    for index in range(layers):
+        x = Layer.apply(x.requires_grad_() if index == trained else x, index)
+    gathering.noted.append("backward")
+    x.backward()
+    assert gathering._pending is None
+    return " ".join(map(str, gathering.noted))
+
+
+def test_a_layers_weights_are_gathered_while_the_one_before_it_runs():
+    gathering, matrices = Noted(), {0: (None, None), 1: (None, None)}
+    for index in range(4):
+        gathering.add(index, [Held(matrices, index)])
+    assert step(gathering, 4) == "| 0 | 1 | 2 | 3 backward | | | 1 | 0"
+    assert step(gathering, 4) == "| 0 1 | 2 | 3 | backward | | 1 | 0 |"
+    assert step(gathering, 4) == "| 0 1 | 2 | 3 | backward | | 1 | 0 |"
+    # nothing is on its way when a backward ends earlier, from the second time on
+    with pytest.raises(AssertionError):
+        step(gathering, 4, trained=1)
+    assert step(gathering, 4, trained=1) == "| 1 | 2 | 3 | backward | | 1 |"
+    assert step(gathering, 4, trained=1) == "| 0 1 | 2 | 3 | backward | | 1 |"
