@@ -83,7 +83,10 @@ class FlatGradients:
         """
         try:
             for buffer in self._buffers:
-                dist.all_reduce(buffer.div_(self.ranks), group=self.group)
+                if "nccl" in dist.get_backend(self.group):  # it divides as it sums
+                    dist.all_reduce(buffer, dist.ReduceOp.AVG, group=self.group)
+                else:
+                    dist.all_reduce(buffer.div_(self.ranks), group=self.group)
         except RuntimeError as error:
             reason = (str(error).splitlines() or [""])[0]
             raise RuntimeError(
