@@ -41,7 +41,7 @@ class Filling:
         what a larger rank may have left.
         """
         if self.gathering is not None:
-            self.gathering.bring(self.index, self._may_differ(groups))
+            self.gathering.bring(self.index)
         self._fill(groups, adapters, _key_of(groups, adapters))
 
     def refill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> None:
@@ -50,17 +50,14 @@ class Filling:
         It is for backward, because a forward with other adapters may have run before it.
         """
         key = _key_of(groups, adapters)
-        may_differ = self._may_differ(groups)
+        # nobody notices what the replay of a graph copies
+        may_differ = self._copies.is_captured and not is_capturing(groups[0].A)
         if self.gathering is not None:
-            self.gathering.bring(self.index, may_differ)
+            self.gathering.bring(self.index)
         if may_differ or any(one.buffer.key != key for one in groups):
             self._fill(groups, adapters, key)
             for one in groups:  # these may be tensors of backward's own, whose memory goes round
                 one.buffer.key = None
-
-    def _may_differ(self, groups: Sequence[Bordered]) -> bool:
-        """Return True if a graph's replay may have written into the buffers: nobody notices."""
-        return self._copies.is_captured and not is_capturing(groups[0].A)
 
     @torch.no_grad()
     def _fill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter], key: tuple) -> None:

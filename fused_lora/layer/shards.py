@@ -12,7 +12,9 @@ forward, one in the backward. Qwen2.5-32B's layers are 63 GB; on four ranks each
 sends and receives 3 x 15.6 GB in either pass.
 
 When a layer begins, `Gathering` starts the all-gather of the layer that followed it the last time,
-into a second set of matrices. Ranks must run the same layers in the same order, as with FSDP2.
+into a second set of matrices. Every forward and every backward gathers each of its layers once, in
+their order, even if its weights happen to be there. So ranks may differ in everything else: one may
+replay a graph while another captures it or runs eagerly.
 """
 
 from collections.abc import Sequence
@@ -55,7 +57,7 @@ class Shard:
 class Gathered(Protocol):
     """A buffer that has sharded weights."""
 
-    key: tuple | None  # None: what lies in it is not, or not surely, this buffer's
+    key: tuple | None  # None: what lies in it is not this buffer's, or has no adapters
     shards: Sequence[tuple[Shard, Tensor]]
 
 
@@ -75,35 +77,28 @@ class Gathering:
         """Know the buffers of a layer. index: its place in a forward."""
         self._layers[index] = buffers
 
-    def bring(self, index: int, may_differ: bool) -> None:
-        """Have a layer's weights in its matrices, and start with those of the next.
-
-        may_differ: other weights may lie there, although the keys say otherwise.
-        """
-        is_backward = torch._C._current_graph_task_id() != -1  # as FSDP2 asks
-        self._learn(index, is_backward)
-
-        def is_there(layer: int) -> bool:
-            keys = (one.key for one in self._layers[layer])
-            return is_backward and not may_differ and all(key is not None for key in keys)
-
+    def bring(self, index: int) -> None:
+        """Have a layer's weights in its matrices, and start with those of the next."""
+        now = index, torch._C._current_graph_task_id() != -1  # in backward, as FSDP2 asks
+        last, self._last = self._last, now
+        if last == now and now[1]:
+            return  # recomputed just before
+        self._learn(last, now)
         is_ahead = self._pending is not None and self._pending[0] == index
         self._wait()
-        if not is_ahead and not is_there(index):
+        if not is_ahead:
             self._start(index)
             self._wait()
-        following = self._next.get((index, is_backward))
-        if following is not None and not is_there(following):
+        if (following := self._next.get(now)) is not None:
             self._start(following)
 
-    def _learn(self, index: int, is_backward: bool) -> None:
+    def _learn(self, last: tuple[int, bool] | None, now: tuple[int, bool]) -> None:
         """Note which layer follows the last one within a forward, or within a backward. A graph
         cannot end while weights are on their way, so after the last of either nothing follows."""
-        last, self._last = self._last, (index, is_backward)
-        if last is None or last == self._last:
+        if last is None:
             return
-        before, was_backward = last
-        if was_backward == is_backward and (index < before) == is_backward:
+        (before, was_backward), (index, is_backward) = last, now
+        if was_backward == is_backward and index != before and (index < before) == is_backward:
             self._next[last] = index
         else:
             self._next.pop(last, None)

@@ -145,76 +145,55 @@ def test_a_sharded_model_can_be_cast_and_unfused():
 
 
 class Noted(Gathering):
-    """Notes the layers, and instead of gathering changes what lies in the matrices."""
+    """Notes which layers would be gathered."""
 
     def __init__(self):
         super().__init__()
-        self.noted, self.holders = [], {}
+        self.noted = []
 
     def _start(self, index):
         self.noted.append(index)
-        for buffer in self._layers[index]:
-            buffer.key = None
         self._pending = index, []
 
 
-class Held:
-    """A buffer of one of two matrices."""
-
-    def __init__(self, matrices, index):
-        self.matrices, self.index = matrices, index
-        self.shards = []
-
-    @property
-    def key(self):
-        index, key = self.matrices[self.index % 2]
-        return key if index == self.index else None
-
-    @key.setter
-    def key(self, key):
-        self.matrices[self.index % 2] = self.index, key
-
-
-def step(gathering, layers, trained=0):
-    """Run a step's calls on layers: a forward, and the backward of those from `trained` on. Return
-    which were gathered in either."""
-
-    def bring(index):
-        gathering.noted.append("|")
-        gathering.bring(index, False)
-        gathering._layers[index][0].key = ()
+def step(gathering, trained=0, is_checkpointed=False):
+    """Run a step's calls on four layers: a forward, and the backward of those from `trained` on.
+    Return what was gathered in each call."""
 
     class Layer(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, index):
             ctx.index = index
-            bring(index)
+            called(index)
             return x.clone()
 
         @staticmethod
         def backward(ctx, grad):
-            bring(ctx.index)
+            for _ in range(1 + is_checkpointed):
+                called(ctx.index)
             return grad, None
+
+    def called(index):
+        gathering.noted.append("|")
+        gathering.bring(index)
 
     gathering.noted.clear()
     x = torch.ones(1)
-    for index in range(layers):
+    for index in range(4):
         x = Layer.apply(x.requires_grad_() if index == trained else x, index)
     gathering.noted.append("backward")
     x.backward()
-    assert gathering._pending is None
     return " ".join(map(str, gathering.noted))
 
 
 def test_a_layers_weights_are_gathered_while_the_one_before_it_runs():
-    gathering, matrices = Noted(), {0: (None, None), 1: (None, None)}
-    for index in range(4):
-        gathering.add(index, [Held(matrices, index)])
-    assert step(gathering, 4) == "| 0 | 1 | 2 | 3 backward | | | 1 | 0"
-    assert step(gathering, 4) == "| 0 1 | 2 | 3 | backward | | 1 | 0 |"
-    assert step(gathering, 4) == "| 0 1 | 2 | 3 | backward | | 1 | 0 |"
-    # nothing is on its way when a backward ends earlier, from the second time on
-    with pytest.raises(AssertionError):
-        step(gathering, 4, trained=1)
-    assert step(gathering, 4, trained=1) == "| 1 | 2 | 3 | backward | | 1 |"
-    assert step(gathering, 4, trained=1) == "| 0 1 | 2 | 3 | backward | | 1 |"
+    gathering = Noted()
+    assert step(gathering) == "| 0 | 1 | 2 | 3 backward | 3 | 2 | 1 | 0"
+    for _ in range(2):
+        assert step(gathering) == "| 0 1 | 2 | 3 | backward | 3 2 | 1 | 0 |"
+    checkpointed = step(gathering, is_checkpointed=True)
+    assert checkpointed == "| 0 1 | 2 | 3 | backward | 3 2 | | 1 | | 0 | | |"
+    # a backward that ends earlier: nothing is on its way at the end, from the second time on
+    assert step(gathering, trained=1).endswith("backward | 3 2 | 1 | 0")
+    step(gathering, trained=1)
+    assert step(gathering, trained=1) == "| 0 1 | 2 | 3 | backward | 3 2 | 1 |"
