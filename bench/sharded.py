@@ -1,4 +1,5 @@
-"""Speed of training on several GPUs, and of a base model larger than one: plain PEFT and fused.
+"""Speed of training on several GPUs, and of a base model larger than one: plain PEFT, fused, and
+fused in a CUDA graph.
 
     torchrun --nproc-per-node 8 -m bench.sharded --model configs/qwen2.5-32b.json --tokens 4096
 
@@ -31,13 +32,14 @@ from torch.distributed.tensor import DTensor, Shard, empty
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.weights import Source, check_architecture
-from fused_lora import Fusion, fuse, shard_base
+from fused_lora import Fusion, GraphedStep, fuse, shard_base
 from fused_lora.step.checkpoint import POLICIES, Checkpoint
 from variants import BASES, BF16, NF4, TARGETS
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-RUNS = ("plain", "fused")
+GRAPH = "graph"
+RUNS = ("plain", "fused", GRAPH)
 SIZES = {"tokens": 4096, "batch-size": 1, "lora-rank": 16, "warm-up": 3, "steps": 10}
 RANK_0_SPEAKS_S = 10.0  # how long the other ranks leave an error to rank 0
 
@@ -46,12 +48,12 @@ def shard_adapters(model: Any) -> Any:
     return fully_shard(model, ignored_params={p for p in model.parameters() if not p.requires_grad})
 
 
-SHARDED, SHARD_BASE = "sharded", "shard_base"
+SHARDED, SHARD_BASE, DDP = "sharded", "shard_base", "ddp"
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     SHARDED: lambda model: model,  # by `built_model`
     SHARD_BASE: DistributedDataParallel,  # the base likewise
     "replicated": shard_adapters,
-    "ddp": DistributedDataParallel,
+    DDP: DistributedDataParallel,
     "alone": lambda model: model,
 }
 
@@ -186,7 +188,17 @@ def report_speed(
     name: str, model: Any, vocabulary: int, asked: argparse.Namespace, device: torch.device
 ) -> list[float]:
     """Train, and print tokens/s a GPU and peak memory. Return this rank's losses."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, capturable=name == GRAPH)
+
+    def eager_step(**batch: Tensor) -> Tensor:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = GraphedStep(model, optimizer) if name == GRAPH else eager_step
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     shape = asked.batch_size, asked.tokens
     losses, seconds = [], 0.0
@@ -196,11 +208,7 @@ def report_speed(
         if step == asked.warm_up:
             seconds = -synchronized_s()
         tokens = torch.randint(vocabulary, shape, generator=generator, device=device)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(train(input_ids=tokens, labels=tokens))
     seconds += synchronized_s()
     found = [loss.item() for loss in losses]
     if dist.get_rank() == 0:
@@ -238,7 +246,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", choices=POLICIES, default="full",
                         help="of fused; plain PEFT's is full, or none")  # fmt: skip
     parser.add_argument("--checkpoint-gib", type=float, help="for selective")
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=("plain", "fused"),
+                        help="graph: GraphedStep, with ddp or shard_base")  # fmt: skip
     for size, usual in SIZES.items():
         parser.add_argument(f"--{size}", type=int, default=usual)
     asked = parser.parse_args(arguments)
@@ -248,6 +257,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"--{size} is {value}: give {least} or more")
     Checkpoint(asked.checkpoint, asked.checkpoint_gib)  # raises ValueError
     check_trainable(Path(asked.model))
+    if GRAPH in asked.runs and not (ON_GPU and asked.wrapper in (DDP, SHARD_BASE)):
+        raise ValueError("--runs graph: give --wrapper ddp or shard_base, on GPUs")
     if asked.base == NF4 and asked.wrapper == SHARD_BASE:
         raise ValueError("--wrapper shard_base: weights in 4 bits stay whole; give sharded")
     if asked.base == NF4 and find_spec("bitsandbytes") is None:
@@ -284,14 +295,14 @@ def train_each(asked: argparse.Namespace, device: torch.device) -> dict[str, lis
         if run == "plain" and asked.checkpoint != "none":
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
-        if run == "fused":
+        if run != "plain":
             try:
                 done = fuse(model, fusion)
             except ValueError as error:
                 sys.exit(refused(error))
             if dist.get_rank() == 0:
                 print(done)
-        wrapped = WRAPPERS[asked.wrapper](model)
+        wrapped = model if run == GRAPH else WRAPPERS[asked.wrapper](model)
         losses[run] = report_speed(run, wrapped, model.config.vocab_size, asked, device)
         if asked.out and run == asked.runs[-1]:
             save_adapters(model, asked.out)

@@ -131,6 +131,7 @@ REFUSED = {
     "a model of another kind": ("gpt2.json", (), "cannot be trained here"),
     "selective without its memory": (TINY, ("--checkpoint", "selective"), "needs checkpoint_gib"),
     "no steps": (TINY, ("--steps", "0"), "--steps is 0: give 1 or more"),
+    "a graph beside FSDP2": (TINY, ("--runs", "graph"), "give --wrapper ddp or shard_base"),
     "4 bits, which stay whole": (
         TINY,
         ("--base", "nf4", "--wrapper", "shard_base"),
