@@ -74,7 +74,10 @@ class Gathering:
         return Gathering, ()  # a copied model shards nothing
 
     def add(self, index: int, buffers: Sequence[Gathered]) -> None:
-        """Know the buffers of a layer. index: its place in a forward."""
+        """Know the buffers of a layer. index: its place in a forward. The next one has others."""
+        is_ahead = self._pending is not None and self._pending[0] == index
+        if is_ahead and self._layers[index] != buffers:
+            self._wait()  # its weights were on their way to the buffers before
         self._layers[index] = buffers
 
     def bring(self, index: int) -> None:
@@ -93,12 +96,14 @@ class Gathering:
             self._start(following)
 
     def _learn(self, last: tuple[int, bool] | None, now: tuple[int, bool]) -> None:
-        """Note which layer follows the last one within a forward, or within a backward. A graph
-        cannot end while weights are on their way, so after the last of either nothing follows."""
+        """Note which layer follows the last one within a forward, or within a backward, and has
+        other matrices. A graph cannot end while weights are on their way, so after the last of
+        either nothing follows."""
         if last is None:
             return
         (before, was_backward), (index, is_backward) = last, now
-        if was_backward == is_backward and index != before and (index < before) == is_backward:
+        has_others = (index - before) % 2 == 1
+        if was_backward == is_backward and has_others and (index < before) == is_backward:
             self._next[last] = index
         else:
             self._next.pop(last, None)

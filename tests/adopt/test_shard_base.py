@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from cases.fused_case import ALL, SHORT
 from cases.layer_case import layer_of, peft_model
-from cases.peft_models import ids
+from cases.peft_models import ids, set_weights
 from cases.ranks import on_ranks
 from cases.reference import relative_error
+from peft import LoraConfig
 
 from fused_lora import Fusion, fuse, shard_base, unfuse
 from fused_lora.layer.shards import Gathering
@@ -33,6 +34,8 @@ MODELS = {
     "dropout": (2, CHECKPOINTED, {"config": EVEN, "lora_dropout": 0.5}),
     "joined projections": (1, EVERYTHING, {"family": "Phi3", "config": {"pad_token_id": 0},
                            "target_modules": "all-linear"}),
+    "a layer that steps aside": (2, EVERYTHING, {"config": MORE}),
+    "a larger rank later": (2, EVERYTHING, {"config": MORE}),
     "four ranks": (4, EVERYTHING, {"config": EVEN | {"head_dim": 28}}),
 }  # fmt: skip
 
@@ -54,7 +57,13 @@ def trained(rank, device, how):
     names = shard_base(model)
     left = fuse(model, fusion).left, fuse(twin, fusion).left
     errors = []
+    for one in (model, twin) if how == "a layer that steps aside" else ():
+        layer_of(one, 1).mlp.gate_proj.register_forward_hook(lambda *_: None)
     for seed in range(3):
+        for one in (model, twin) if how == "a larger rank later" and seed == 2 else ():
+            one.add_adapter("larger", LoraConfig(r=40, target_modules="all-linear"))
+            one.set_adapter("larger")
+            set_weights(one, device, only=".larger.")  # B was zero
         found, wanted = gradients(model, seed), gradients(twin, seed)
         assert found.keys() == wanted.keys()
         errors += [relative_error(found[name], wanted[name]) for name in wanted]
@@ -68,7 +77,8 @@ def trained(rank, device, how):
     return max(errors), left, len(names)
 
 
-@pytest.mark.slow("the last layers", "attention alone", "four ranks")
+@pytest.mark.slow("the last layers", "attention alone", "four ranks", "four layers")
+@pytest.mark.filterwarnings("ignore:.*has hooks")
 @pytest.mark.parametrize("how", MODELS)
 def test_a_sharded_model_trains_as_a_whole_one_does(how):
     for error, (left, left_of_whole), count in on_ranks(MODELS[how][0], trained, how):
@@ -156,9 +166,9 @@ class Noted(Gathering):
         self._pending = index, []
 
 
-def step(gathering, trained=0, is_checkpointed=False):
-    """Run a step's calls on four layers: a forward, and the backward of those from `trained` on.
-    Return what was gathered in each call."""
+def step(gathering, trained=0, is_checkpointed=False, layers=(0, 1, 2, 3)):
+    """Run a step's calls: a forward, and the backward of layers from `trained` on. Return what was
+    gathered in each call."""
 
     class Layer(torch.autograd.Function):
         @staticmethod
@@ -179,7 +189,7 @@ def step(gathering, trained=0, is_checkpointed=False):
 
     gathering.noted.clear()
     x = torch.ones(1)
-    for index in range(4):
+    for index in layers:
         x = Layer.apply(x.requires_grad_() if index == trained else x, index)
     gathering.noted.append("backward")
     x.backward()
@@ -193,6 +203,11 @@ def test_a_layers_weights_are_gathered_while_the_one_before_it_runs():
         assert step(gathering) == "| 0 1 | 2 | 3 | backward | 3 2 | 1 | 0 |"
     checkpointed = step(gathering, is_checkpointed=True)
     assert checkpointed == "| 0 1 | 2 | 3 | backward | 3 2 | | 1 | | 0 | | |"
+    # layer 2 has the matrices that layer 0 reads
+    for _ in range(2):
+        skipped = step(gathering, layers=(0, 2, 3))
+    assert skipped == "| 0 | 2 3 | backward | 3 2 | | 0"
+    step(gathering)
     # a backward that ends earlier: nothing is on its way at the end, from the second time on
     assert step(gathering, trained=1).endswith("backward | 3 2 | 1 | 0")
     step(gathering, trained=1)
