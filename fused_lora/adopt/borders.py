@@ -120,11 +120,13 @@ class Border:
         ranks: Sequence[int],
         dtype: torch.dtype,
         scratches: Scratches,
+        group: int,
     ) -> tuple[Bordered, bool]:
         """Return the buffer, with room for adapters of these ranks, and whether it had to be made.
 
         parts: the projections, or the parts they split into, each with an adapter and a rank.
-        scratches: the model's, for weights that are stored in another form.
+        scratches: the model's, for weights that are stored in another form. group: which of a
+        layer's buffers it is.
 
         Making it allocates one [out + width, in + width] tensor, and a second one for untrained
         biases, if there are any. Parameters stay the same objects and become views of these.
@@ -249,17 +251,14 @@ class LayerBorders(Filling):
         They are made one by one, so at most one group's weights exist twice. dtype: the model's,
         which the weights may not show.
         """
+        every = zip(self.borders, groups, parts, ranks, strict=True)
         found = [
-            border.find_or_make(reads, split, of, dtype, self.scratches)
-            for border, reads, split, of in zip(self.borders, groups, parts, ranks, strict=True)
+            border.find_or_make(reads, split, of, dtype, self.scratches, group)
+            for group, (border, reads, split, of) in enumerate(every)
         ]
         device = found[0][0].A.device
         if device.type == "cuda" and any(was_made for _, was_made in found):
             torch.cuda.empty_cache()  # the freed pieces are too small for the next buffers
-        sharded = [bordered.buffer for bordered, _ in found if bordered.buffer.shards]
-        self.gathering = self.scratches.gathering if sharded else None
-        if self.gathering is not None:
-            self.gathering.add(self.index, sharded)
         return [bordered for bordered, _ in found]
 
 

@@ -22,6 +22,7 @@ from ..layer.decoder_layer import DecoderLayer
 from ..layer.operands import FrozenLayer, Others
 from ..layer.residual import Norm
 from ..layer.scratch import Scratches
+from ..layer.shards import Gathering
 from ..rerun import once, saving_last
 from .aside import say_once
 from .attend import mask_for_attention, q_scale_of, turns
@@ -77,8 +78,8 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
     """Connect the borders of a model's fused layers, given in the order of a forward. Move the
     weights of those that can run as one now into buffers."""
     handover, scratches = Handover(), Scratches()
-    # sharded weights are gathered while the layer before them runs
-    turns = scratches, Scratches(scratches.gathering)
+    # sharded weights are gathered while the layer before them runs, which has other matrices
+    gathering, turns = Gathering(), (Scratches(), Scratches())
     first_with: dict[int, str] = {}
     for index, (name, layer) in enumerate(layers):
         owner: Any = vars(layer)["forward"].__self__
@@ -88,6 +89,7 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         is_sharded = any(isinstance(one, ShardedWeight) for one in weights)
         owner.borders.scratches = turns[index % 2] if is_sharded else scratches
         owner.borders.handover, owner.borders.index = handover, index
+        owner.borders.gathering = gathering
         owner.borders.replica_of = replica_of
         reads, reason = attempt(_read, layer)
         if not reason and not _waits(reads[0][0].weight, owner.borders.kind):

@@ -45,11 +45,12 @@ class ScratchBorder(Border):
         ranks: Sequence[int],
         dtype: torch.dtype,
         scratches: Scratches,
+        group: int,
     ) -> tuple[Bordered, bool]:
         is_gathered = any(is_gathered_in(read.base) for read in reads)
         if not is_gathered and not any(read.is_packed or is_sharded(read) for read in reads):
             self._kept = None
-            return super().find_or_make(reads, parts, ranks, dtype, scratches)
+            return super().find_or_make(reads, parts, ranks, dtype, scratches, group)
         places = _places_of(reads, is_gathered)
         if self._kept is not None:
             kept_places, layout, buffer = self._kept
@@ -57,7 +58,7 @@ class ScratchBorder(Border):
                 return layout.bordered(buffer, reads, parts), False
         self._kept = None
         layout = layout_of(reads[0].weight, parts, ranks)
-        buffer = _make(reads, layout, scratches, is_gathered)
+        buffer = _make(reads, layout, scratches, group, is_gathered)
         self._kept = _places_of(reads, is_gathered), layout, buffer  # biases may have moved
         return layout.bordered(buffer, reads, parts), False
 
@@ -93,10 +94,10 @@ def _place_of(read: Projection) -> tuple:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _make(
-    reads: Sequence[Projection], layout: Layout, scratches: Scratches, is_gathered: bool
+    reads: Sequence[Projection], layout: Layout, scratches: Scratches, group: int, is_gathered: bool
 ) -> ScratchBuffer:
     like, inputs = reads[0].weight, reads[0].weight.shape[1]
-    key = layout, inputs, like.dtype, like.device
+    key = group, layout, inputs, like.dtype, like.device  # o and down may be alike
     if key not in scratches:
         scratches[key] = Scratch(empty_rows(like, layout.rows, inputs + layout.width).zero_())
     weights = [_stored(read) for read in reads]

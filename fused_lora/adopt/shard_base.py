@@ -57,8 +57,9 @@ def shard_base(model: nn.Module, group: dist.ProcessGroup | None = None) -> list
             continue
         rows = weight.detach().chunk(group.size())[group.rank()]
         shard = Shard(rows.to(_device_for(weight), copy=True), group)
+        sharded = nn.Parameter(ShardedWeight.of(shard), requires_grad=False)
         for base in owners:
-            base.weight = nn.Parameter(ShardedWeight.of(shard), requires_grad=False)
+            base.weight = sharded
     names = [f"{name}.weight" for name in bases]
     keep_from_ddp(model, names)
     return names

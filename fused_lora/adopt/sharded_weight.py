@@ -8,12 +8,18 @@ into temporary memory, so all ranks have to do the same. It cannot be written to
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..layer.buffer import PlacedWeight
 from ..layer.shards import Shard
 from .wrapped_weight import SAME, aten, written_of
+
+NOT_SAVED = (
+    "this weight is sharded over ranks and cannot be saved or read from memory: save the adapters "
+    "alone, model.save_pretrained(folder)"
+)
 
 
 class ShardedWeight(Tensor, PlacedWeight):
@@ -54,6 +60,7 @@ class ShardedWeight(Tensor, PlacedWeight):
                 "this weight is sharded over ranks, so it cannot be assigned: load and merge "
                 "before shard_base"
             )
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.shard = value.shard  # moved or cast
 
     def leave_buffer(self) -> None:
@@ -66,8 +73,20 @@ class ShardedWeight(Tensor, PlacedWeight):
         copied = ShardedWeight.of(Shard(self.shard.rows.clone(), self.shard.group), self.row)
         return memo.setdefault(id(self), nn.Parameter(copied, requires_grad=False))
 
+    # saving is often one rank's work, who would wait for the others
+
     def __reduce_ex__(self, _: Any):
-        return nn.Parameter, (self.whole(), False)
+        raise RuntimeError(NOT_SAVED)
+
+    def data_ptr(self) -> int:
+        raise RuntimeError(NOT_SAVED)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.linear and not kwargs and isinstance(args[1], ShardedWeight):
+                return _Linear.apply(*args)
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -94,3 +113,20 @@ class ShardedWeight(Tensor, PlacedWeight):
             )
         args, kwargs = tree_map_only(ShardedWeight, ShardedWeight.whole, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear with a sharded weight, which backward gathers again."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias=None):
+        ctx.save_for_backward(weight)
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight.whole(), bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        grad_x = grad @ weight.whole() if ctx.needs_input_grad[0] else None
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_bias

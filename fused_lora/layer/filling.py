@@ -24,14 +24,13 @@ class Adapter(NamedTuple):
 class Filling:
     """Copies one layer's adapters into its borders, and knows which are there.
 
-    handover: one for all layers of a model. index: the layer's place in a forward. gathering: one
-    for a model, of sharded weights; None: this layer has none.
+    handover, gathering: one for all layers of a model. index: the layer's place in a forward.
     """
 
     def __init__(self) -> None:
         self.handover = Handover()
         self.index = 0
-        self.gathering: Gathering | None = None
+        self.gathering = Gathering()
         self._copies = ManyCopies()
 
     def fill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> None:
@@ -40,8 +39,7 @@ class Filling:
         Equivalent PyTorch, for each: ``A_view.copy_(A); B_view.copy_(scaling * B)``, and zeros in
         what a larger rank may have left.
         """
-        if self.gathering is not None:
-            self.gathering.bring(self.index)
+        self._bring(groups)
         self._fill(groups, adapters, _key_of(groups, adapters))
 
     def refill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> None:
@@ -52,12 +50,16 @@ class Filling:
         key = _key_of(groups, adapters)
         # nobody notices what the replay of a graph copies
         may_differ = self._copies.is_captured and not is_capturing(groups[0].A)
-        if self.gathering is not None:
-            self.gathering.bring(self.index)
+        self._bring(groups)
         if may_differ or any(one.buffer.key != key for one in groups):
             self._fill(groups, adapters, key)
             for one in groups:  # these may be tensors of backward's own, whose memory goes round
                 one.buffer.key = None
+
+    def _bring(self, groups: Sequence[Bordered]) -> None:
+        sharded = [one.buffer for one in groups if one.buffer.shards]
+        if sharded:
+            self.gathering.bring(self.index, sharded)
 
     @torch.no_grad()
     def _fill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter], key: tuple) -> None:

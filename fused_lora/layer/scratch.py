@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels.dequantize_4bit import Dequantize4bit
 from ..kernels.packed_4bit import Packed4bit
 from .buffer import Buffer
-from .shards import Gathering, Shard
+from .shards import Shard
 
 SERIALS = itertools.count()  # of what takes turns
 
@@ -36,14 +36,7 @@ class Scratch:
 
 
 class Scratches(dict[Hashable, Scratch]):
-    """The memory of a model, by shape. A copy is empty, because a copied model makes its own.
-
-    gathering: of weights that `shard_base` has sharded.
-    """
-
-    def __init__(self, gathering: Gathering | None = None) -> None:
-        super().__init__()
-        self.gathering = gathering or Gathering()
+    """The memory of a model, by shape. A copy is empty, because a copied model makes its own."""
 
     def __reduce__(self):
         return Scratches, ()

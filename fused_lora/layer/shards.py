@@ -68,32 +68,28 @@ class Gathering:
         self._layers: dict[int, Sequence[Gathered]] = {}
         self._next: dict[tuple[int, bool], int] = {}  # by layer, and whether in backward
         self._last: tuple[int, bool] | None = None
-        self._pending: tuple[int, list] | None = None  # the layer, and what to wait for
+        self._pending: tuple[Sequence[Gathered], list] | None = None  # and what to wait for
 
     def __reduce__(self):
         return Gathering, ()  # a copied model shards nothing
 
-    def add(self, index: int, buffers: Sequence[Gathered]) -> None:
-        """Know the buffers of a layer. index: its place in a forward. The next one has others."""
-        is_ahead = self._pending is not None and self._pending[0] == index
-        if is_ahead and self._layers[index] != buffers:
-            self._wait()  # its weights were on their way to the buffers before
-        self._layers[index] = buffers
+    def bring(self, index: int, buffers: Sequence[Gathered]) -> None:
+        """Have a layer's weights in its buffers, and start with those of the next layer.
 
-    def bring(self, index: int) -> None:
-        """Have a layer's weights in its matrices, and start with those of the next."""
+        index: the layer's place in a forward. The next one has other matrices.
+        """
+        known, self._layers[index] = self._layers.get(index), buffers
         now = index, torch._C._current_graph_task_id() != -1  # in backward, as FSDP2 asks
         last, self._last = self._last, now
-        if last == now and now[1]:
-            return  # recomputed just before
+        if last == now and known == buffers:
+            return  # its second function, or the backward after its recompute
         self._learn(last, now)
-        is_ahead = self._pending is not None and self._pending[0] == index
-        self._wait()
-        if not is_ahead:
-            self._start(index)
+        ahead = self._wait()
+        if ahead != buffers:
+            self._start(buffers)
             self._wait()
         if (following := self._next.get(now)) is not None:
-            self._start(following)
+            self._start(self._layers[following])
 
     def _learn(self, last: tuple[int, bool] | None, now: tuple[int, bool]) -> None:
         """Note which layer follows the last one within a forward, or within a backward, and has
@@ -108,12 +104,13 @@ class Gathering:
         else:
             self._next.pop(last, None)
 
-    def _start(self, index: int) -> None:
+    def _start(self, buffers: Sequence[Gathered]) -> None:
         """Gather into the matrices once the GPU has done all that it has been given so far."""
         by_group: dict[dist.ProcessGroup, list[tuple[Shard, Tensor]]] = {}
-        for buffer in self._layers[index]:
+        for buffer in buffers:
             buffer.key = None
             for shard, rows in buffer.shards:
+                shard.space(rows.stride(0))  # there may be buffers of another rank
                 by_group.setdefault(shard.group, []).append((shard, rows))
         works = []
         for group, pairs in by_group.items():
@@ -121,10 +118,13 @@ class Gathering:
                 for shard, rows in pairs:
                     dist.all_gather_into_tensor(rows, shard.memory, group=group)
             works.append(work)
-        self._pending = index, works
+        self._pending = buffers, works
 
-    def _wait(self) -> None:
-        if self._pending is not None:
-            for work in self._pending[1]:
-                work.wait()
-            self._pending = None
+    def _wait(self) -> Sequence[Gathered] | None:
+        """Wait for what has been started. Return its buffers, if there are any."""
+        if self._pending is None:
+            return None
+        (buffers, works), self._pending = self._pending, None
+        for work in works:
+            work.wait()
+        return buffers

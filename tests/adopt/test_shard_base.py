@@ -6,12 +6,15 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.families_case import QWEN_3_5
+from cases.four_bit_case import quantised
 from cases.fused_case import ALL, SHORT
 from cases.layer_case import layer_of, peft_model
 from cases.peft_models import ids, set_weights
 from cases.ranks import on_ranks
 from cases.reference import relative_error
 from peft import LoraConfig
+from safetensors.torch import save as safe
 
 from fused_lora import Fusion, fuse, shard_base, unfuse
 from fused_lora.layer.shards import Gathering
@@ -23,6 +26,16 @@ MORE = EVEN | {"num_hidden_layers": 4}
 
 
 # --- training -------------------------------------------------------------------------------------
+
+FIVE = {"num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+DELTA = QWEN_3_5 | {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
+
+
+def layers_in_4_bits(base):
+    return quantised(quantised(base, "layers.2."), "layers.3.")
+
 
 # ranks, what to fuse, and how the model is made
 MODELS = {
@@ -36,6 +49,9 @@ MODELS = {
                            "target_modules": "all-linear"}),
     "a layer that steps aside": (2, EVERYTHING, {"config": MORE}),
     "a larger rank later": (2, EVERYTHING, {"config": MORE}),
+    "o and down alike": (2, EVERYTHING, {"config": MORE | {"intermediate_size": 52}}),
+    "some layers in 4 bits": (1, EVERYTHING, {"config": FIVE, "change": layers_in_4_bits}),
+    "gated delta nets": (1, EVERYTHING, {"family": "Qwen3_5Text", "config": DELTA}),
     "four ranks": (4, EVERYTHING, {"config": EVEN | {"head_dim": 28}}),
 }  # fmt: skip
 
@@ -88,13 +104,6 @@ def test_a_sharded_model_trains_as_a_whole_one_does(how):
 # --- one weight -----------------------------------------------------------------------------------
 
 
-def pickled(weight):
-    file = io.BytesIO()
-    torch.save(weight, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 READS = {
     "linear": lambda weight: F.linear(torch.ones(2, weight.shape[1]), weight),
     "transposed": lambda weight: weight.t() * 2,
@@ -103,7 +112,6 @@ READS = {
     "cast": lambda weight: weight.to(torch.float64) + 0,
     "copied": lambda weight: copy.deepcopy(weight) + 0,
     "inference": torch.inference_mode()(lambda weight: weight.detach().abs()),
-    "pickled": pickled,
 }
 
 
@@ -120,6 +128,9 @@ def read(rank, device):
             sharded.mul_(2)
         with pytest.raises(RuntimeError, match="load and merge before shard_base"):
             sharded.data = whole
+        for save in (lambda one: torch.save(one, io.BytesIO()), lambda one: safe({"one": one})):
+            with pytest.raises(RuntimeError, match="save the adapters alone"):
+                save(sharded)
         fuse(model, EVERYTHING)
         gradients(model, 0)
     wanted = [one(whole) for one in READS.values()]
@@ -161,9 +172,9 @@ class Noted(Gathering):
         super().__init__()
         self.noted = []
 
-    def _start(self, index):
-        self.noted.append(index)
-        self._pending = index, []
+    def _start(self, buffers):
+        self.noted.append(buffers[0])
+        self._pending = buffers, []
 
 
 def step(gathering, trained=0, is_checkpointed=False, layers=(0, 1, 2, 3)):
@@ -185,7 +196,7 @@ def step(gathering, trained=0, is_checkpointed=False, layers=(0, 1, 2, 3)):
 
     def called(index):
         gathering.noted.append("|")
-        gathering.bring(index)
+        gathering.bring(index, [index])
 
     gathering.noted.clear()
     x = torch.ones(1)

@@ -69,6 +69,7 @@ class Fp8Border(Border):
         ranks: Sequence[int],
         dtype: torch.dtype,
         scratches: Scratches,
+        group: int,
     ) -> tuple[Bordered, bool]:
         places, layout = self._kept or (None, None)
         held = [getattr(one.weight, "buffer", None) for one in reads if not is_of_codes(one.base)]
