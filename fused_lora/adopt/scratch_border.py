@@ -102,11 +102,12 @@ def _make(
         scratches[key] = Scratch(empty_rows(like, layout.rows, inputs + layout.width).zero_())
     weights = [_stored(read) for read in reads]
     if not is_gathered:
-        return ScratchBuffer(scratches[key], weights, move_biases(reads, layout, like.dtype))
+        bias = move_biases(reads, layout, like.dtype)
+        return ScratchBuffer(scratches[key], weights, bias, group=group)
     biases = [held_bias(read) for read in reads]
     has_any = any(one is not None for one in biases)
     bias = like.new_zeros(layout.rows) if has_any else None
-    return ScratchBuffer(scratches[key], weights, bias, biases)
+    return ScratchBuffer(scratches[key], weights, bias, biases, group)
 
 
 def _stored(read: Projection) -> Packed4bit | Tensor | Shard:

@@ -68,10 +68,11 @@ class Buffer:
 
     matrix: [out + width, in + width]. bias: [out + width], zero after out, or None. key: of the
     adapters that are in the border now; None: unknown. shards: of sharded weights, and the rows
-    that they are gathered into.
+    that they are gathered into. group: which of a layer's buffers it is, if that matters.
     """
 
     shards: Sequence[tuple[Shard, Tensor]] = ()
+    group = 0
 
     def __init__(self, matrix: Tensor, bias: Tensor | None, outputs: int, inputs: int):
         self.matrix, self.bias = matrix, bias

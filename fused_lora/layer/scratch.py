@@ -49,6 +49,7 @@ class ScratchBuffer(Buffer):
         shards, which `Gathering` gathers.
     bias: [out + width] or None. biases: [out_i] or None each, copied into bias before each pass;
         empty: bias already holds them.
+    group: which of a layer's buffers it is.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class ScratchBuffer(Buffer):
         weights: Sequence[Packed4bit | Tensor | Shard],
         bias: Tensor | None,
         biases: Sequence[Tensor | None] = (),
+        group: int = 0,
     ):
-        self._scratch = scratch
+        self._scratch, self.group = scratch, group
         self.serial = next(SERIALS)
         outs = [one.shape[0] for one in weights]
         super().__init__(scratch.memory, bias, sum(outs), weights[0].shape[1])

@@ -11,14 +11,14 @@ matmul reads it, and nothing is copied. That takes a few bytes more: at rank 32 
 forward, one in the backward. Qwen2.5-32B's layers are 63 GB; on four ranks each keeps 15.6 GB, and
 sends and receives 3 x 15.6 GB in either pass.
 
-When a layer begins, `Gathering` starts the all-gather of the layer that followed it the last time,
-into a second set of matrices. Every forward and every backward gathers each of its layers once, in
-their order, even if its weights happen to be there. So ranks may differ in everything else: one may
+When a layer begins, `Gathering` starts the all-gather of what followed it the last time, into a
+second set of matrices. Every forward and every backward gathers each of its layers once, in their
+order, even if its weights happen to be there. So ranks may differ in everything else: one may
 replay a graph while another captures it or runs eagerly.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,52 +55,63 @@ class Shard:
 
 
 class Gathered(Protocol):
-    """A buffer that has sharded weights."""
+    """A buffer that has sharded weights. group: which of its layer's it is."""
 
     key: tuple | None  # None: what lies in it is not this buffer's, or has no adapters
+    group: int
     shards: Sequence[tuple[Shard, Tensor]]
 
 
+class _Call(NamedTuple):
+    """A call of a layer's function, in forward or in backward."""
+
+    layer: int  # its place in a forward
+    group: int  # the first that the function reads: a layer may be two functions
+    is_backward: bool
+
+
 class Gathering:
-    """Gathers the weights of a model's layers, a layer ahead."""
+    """Gathers the weights of a model's layers, a function ahead."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, Sequence[Gathered]] = {}
-        self._next: dict[tuple[int, bool], int] = {}  # by layer, and whether in backward
-        self._last: tuple[int, bool] | None = None
+        self._buffers: dict[_Call, Sequence[Gathered]] = {}
+        self._next: dict[_Call, _Call] = {}
+        self._last: _Call | None = None
         self._pending: tuple[Sequence[Gathered], list] | None = None  # and what to wait for
 
     def __reduce__(self):
-        return Gathering, ()  # a copied model shards nothing
+        return Gathering, ()  # a copied model gathers by itself
 
-    def bring(self, index: int, buffers: Sequence[Gathered]) -> None:
-        """Have a layer's weights in its buffers, and start with those of the next layer.
+    def bring(self, layer: int, buffers: Sequence[Gathered]) -> None:
+        """Have the weights of a layer's function in its buffers, and start with those of the next.
 
-        index: the layer's place in a forward. The next one has other matrices.
+        layer: its place in a forward. The layer after it has other matrices.
         """
-        known, self._layers[index] = self._layers.get(index), buffers
-        now = index, torch._C._current_graph_task_id() != -1  # in backward, as FSDP2 asks
+        is_backward = torch._C._current_graph_task_id() != -1  # as FSDP2 asks
+        now = _Call(layer, buffers[0].group, is_backward)
         last, self._last = self._last, now
+        known, self._buffers[now] = self._buffers.get(now), buffers
         if last == now and known == buffers:
-            return  # its second function, or the backward after its recompute
+            return  # recomputed just before
         self._learn(last, now)
         ahead = self._wait()
         if ahead != buffers:
             self._start(buffers)
             self._wait()
         if (following := self._next.get(now)) is not None:
-            self._start(self._layers[following])
+            self._start(self._buffers[following])
 
-    def _learn(self, last: tuple[int, bool] | None, now: tuple[int, bool]) -> None:
-        """Note which layer follows the last one within a forward, or within a backward, and has
+    def _learn(self, last: _Call | None, now: _Call) -> None:
+        """Note which call follows the last one within a forward, or within a backward, and has
         other matrices. A graph cannot end while weights are on their way, so after the last of
         either nothing follows."""
         if last is None:
             return
-        (before, was_backward), (index, is_backward) = last, now
-        has_others = (index - before) % 2 == 1
-        if was_backward == is_backward and has_others and (index < before) == is_backward:
-            self._next[last] = index
+        is_same_pass = last.is_backward == now.is_backward
+        is_next = now[:2] < last[:2] if now.is_backward else now[:2] > last[:2]
+        has_others = last.layer == now.layer or (last.layer - now.layer) % 2 == 1
+        if is_same_pass and is_next and has_others:
+            self._next[last] = now
         else:
             self._next.pop(last, None)
 
