@@ -53,6 +53,7 @@ FORMS = {
     "adapters in the first of three layers": (
         {}, {"layers_to_transform": [0], "config": {"num_hidden_layers": 3}}
     ),
+    "o and down alike": ({}, {"config": {"intermediate_size": 52}}),
     "another rank in each": ({}, {"rank_pattern": {r"0\..*(q|up)_proj": 3, "down_proj": 12}}),
 }  # fmt: skip
 
