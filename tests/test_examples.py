@@ -62,7 +62,7 @@ def test_an_example_trains_prints_both_speeds_and_saves(run, tiny, tmp_path, mon
         monkeypatch.setattr(sys, "argv", [str(one) for one in (example, *options)])
         runpy.run_path(str(example), run_name="__main__")
         printed = capsys.readouterr().out
-    assert ("vanilla PEFT: " in printed) == (run != SHARDED) and "fused: " in printed
+    assert "vanilla PEFT: " in printed and "tokens/s; fused: " in printed
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
