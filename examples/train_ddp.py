@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--data", default="data/sft_train.jsonl")
     for size, usual in (("--warm-up", 5), ("--steps", 50), ("--batch-size", 8), ("--tokens", 512)):
         parser.add_argument(size, type=int, default=usual)
-    parser.add_argument("--shard-base", action="store_true", help="for one larger than a GPU")
+    parser.add_argument("--shard-base", action="store_true", help="for a large base model")
     parser.add_argument("--out", default="adapter")
     asked = parser.parse_args()
 

@@ -73,7 +73,7 @@ class ShardedWeight(Tensor, PlacedWeight):
         copied = ShardedWeight.of(Shard(self.shard.rows.clone(), self.shard.group), self.row)
         return memo.setdefault(id(self), nn.Parameter(copied, requires_grad=False))
 
-    # saving is often one rank's work, who would wait for the others
+    # often one rank alone saves, and would wait for the others
 
     def __reduce_ex__(self, _: Any):
         raise RuntimeError(NOT_SAVED)

@@ -1,8 +1,8 @@
-"""Buffers that layers shard: a layer writes its weights into them before it multiplies.
+"""Buffers that layers share: a layer writes its weights into them before it multiplies.
 
 Weights in 4 bits cannot be multiplied as they are. Before a layer's forward, and again before its
 backward, one launch writes all of them into matrices that the layers of a model take in turns
-(`kernels/dequantize_4bit.py`). A recomputed forward and the backward after it shard one launch.
+(`kernels/dequantize_4bit.py`). A recomputed forward and the backward after it share one launch.
 For Qwen2.5-3B these matrices are 154 MB, and both passes over all layers write 11 GB.
 
 Weights that FSDP2 shards over ranks are plain only while it has gathered them, each by itself. They

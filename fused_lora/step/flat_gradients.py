@@ -83,7 +83,8 @@ class FlatGradients:
         """
         try:
             for buffer in self._buffers:
-                if "nccl" in dist.get_backend(self.group):  # it divides as it sums
+                # NCCL divides as it sums
+                if buffer.is_cuda and "nccl" in dist.get_backend(self.group):
                     dist.all_reduce(buffer, dist.ReduceOp.AVG, group=self.group)
                 else:
                     dist.all_reduce(buffer.div_(self.ranks), group=self.group)
