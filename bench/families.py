@@ -117,8 +117,9 @@ def family_model(run: str, checkpoint: Path, tokens: int) -> Any:
             local_files_only=True, use_exact_model_name=True, use_gradient_checkpointing=False,
         )  # fmt: skip
         model = FastLanguageModel.get_peft_model(
-            model, r=RANK, lora_alpha=ALPHA, target_modules=linear_names(model),
-            max_seq_length=tokens, use_gradient_checkpointing=False,
+            model, r=RANK, lora_alpha=ALPHA, max_seq_length=tokens,
+            target_modules=linear_names(model) + adapted_experts(checkpoint),
+            use_gradient_checkpointing=False,
         )  # fmt: skip
     else:
         from peft import LoraConfig, get_peft_model
@@ -137,6 +138,18 @@ def family_model(run: str, checkpoint: Path, tokens: int) -> Any:
             if ".lora_" in name:  # PEFT's zeros in B would give A no gradient
                 parameter.normal_(std=0.02)
     return model.train()
+
+
+def adapted_experts(checkpoint: Path) -> list[str]:
+    """Return the names of the experts' weights that PEFT means by "all-linear"."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+        adapted: Any = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    names = adapted.peft_config["default"].target_parameters or ()
+    return sorted(name for name in names if "." not in name)  # others are routers
 
 
 def time_family(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) -> None:

@@ -8,7 +8,8 @@ checkpointing and offloading do not see them. We use the first of these that can
                 sinks or a window
                 cuDNN or FlashAttention, whichever scaled_dot_product_attention itself would use:
                 PyTorch has a pair of calls for each
-                scaled_dot_product_attention, for all else: a mask, heads of 512 or that it pads
+                scaled_dot_product_attention, for all else: heads of 512 or that it pads, and masks,
+                with which cuDNN's gradients can be NaN
     backward    `causal_attention_backward.py`, of up to 512 positions, and of what only our
                 forward takes
                 the backend's own
@@ -23,8 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from fused_mlp.launching import is_capturing
 
 from . import causal_attention
 from .causal_attention import causal_attention_forward
@@ -228,9 +227,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
         # with a mask and grouped heads only the unfused kernel runs, which keeps all of q k'
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         is_grouped = False
-    # with a mask cuDNN may ask for memory that nothing can be given during a capture
-    wants_others = mask is not None and is_capturing(q)
-    with sdpa_kernel(WITHOUT_CUDNN) if wants_others else nullcontext():
+    # with a mask, at 64, 192, 320 ... positions, cuDNN's gradient of q can be NaN (PyTorch's issue
+    # 196678); and during a capture it may ask for memory that nothing can be given
+    with nullcontext() if mask is None else sdpa_kernel(WITHOUT_CUDNN):
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None and q.shape[2] > 1, scale=scaling,
             enable_gqa=is_grouped,

@@ -34,6 +34,16 @@ def test_each_run_of_a_family_has_a_row(capsys, tmp_path, monkeypatch):
     assert fused["adapters, M"] == plain["adapters, M"]
 
 
+@pytest.mark.parametrize(
+    ("family", "names"), [("qwen3_moe", ["down_proj", "gate_up_proj"]), ("olmo3", [])]
+)
+def test_unsloth_adapts_the_experts_that_peft_adapts(family, names, tmp_path):
+    changed = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "pad_token_id": 0}
+    folder = families.write_config(family, 1, changed, tmp_path).config.parent
+    (folder / "config.json").write_text(next(folder.glob("*-*.json")).read_text())
+    assert families.adapted_experts(folder) == names
+
+
 def test_two_files_of_one_name_are_two_models(tmp_path):
     sources = []
     for hidden in (32, 64):

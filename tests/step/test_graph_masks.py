@@ -22,11 +22,9 @@ from cases.graph_case import (
 )
 from cases.layer_case import peft_model
 from cases.peft_models import FAMILIES, LAYERS, ids
-from torch.nn.attention import sdpa_kernel
 
 from fused_lora import Fusion, fill_row, fuse
 from fused_lora.adopt import documents
-from fused_lora.kernels.qkv_attention import WITHOUT_CUDNN
 from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.lora_attention import LoRA_Attention
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
@@ -162,16 +160,6 @@ def no_warnings():
         yield
 
 
-@pytest.fixture
-def as_in_a_graph():
-    """Run attention with the kernels that a graph uses, without cuDNN's.
-
-    Padding on the left attends to nothing, and each kernel returns something else for that. In the
-    case "predicts" the loss depends on it."""
-    with sdpa_kernel(WITHOUT_CUDNN):
-        yield
-
-
 @pytest.mark.slow("parts")
 @pytest.mark.parametrize("fusion", FUSIONS, ids=["parts", "whole"])
 def test_one_graph_takes_rows_of_any_documents(fusion, no_warnings, monkeypatch, device):
@@ -205,7 +193,7 @@ def test_with_sinks_no_eager_call_needs_padding_for_that(no_warnings, monkeypatc
 @pytest.mark.slow("predicts")
 @pytest.mark.parametrize("case", ["predicts", "between tokens"])
 def test_labels_that_depend_on_padding_keep_the_graphs_mask_or_make_its_loss_nan(
-    case, as_in_a_graph, monkeypatch, device
+    case, monkeypatch, device
 ):
     step, eager = steps_with_kernels(WHOLE, device, OF_OTHER_STEPS)
     calls = [padded(device, seed, case) for seed in range(EAGER_CALLS + 1)]
@@ -219,7 +207,7 @@ def test_labels_that_depend_on_padding_keep_the_graphs_mask_or_make_its_loss_nan
 
 @pytest.mark.slow("predicts")
 @pytest.mark.parametrize("case", ["predicts", "between tokens"])
-def test_eager_calls_without_padding_say_nothing_of_it(case, as_in_a_graph, monkeypatch, device):
+def test_eager_calls_without_padding_say_nothing_of_it(case, monkeypatch, device):
     step, eager = steps_with_kernels(WHOLE, device, OF_OTHER_STEPS)
     calls = [padded(device, seed, case) for seed in range(EAGER_CALLS + 1)]
     for call in calls[:EAGER_CALLS]:
