@@ -13,7 +13,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.options import HERE
-from bench.sharded import DTYPE, built_model, main, parsed, save_adapters, train_each
+from bench.sharded import main, parsed, train_each
+from bench.sharded_model import DTYPE, built_model, save_adapters
 
 TINY = str(HERE / "configs" / "tiny.json")
 TOKENS = torch.arange(8)[None]
@@ -38,7 +39,7 @@ TRIED = [
 @pytest.mark.slow("nf4-sharded")
 @pytest.mark.parametrize(("base", "wrapper"), TRIED)
 def test_a_model_trains_fused_as_it_does_plain(base, wrapper, monkeypatch):
-    monkeypatch.setattr("bench.sharded.DTYPE", torch.bfloat16)  # as on a GPU
+    monkeypatch.setattr("bench.sharded_model.DTYPE", torch.bfloat16)  # as on a GPU
     for losses in on_ranks(2, rehearse, base, wrapper):
         assert losses["fused"] == pytest.approx(losses["plain"], rel=1e-2)
 
