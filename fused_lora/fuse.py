@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adopt.borders import Border, unborder
+from .adopt.borders import Border
 from .adopt.foreign import checkpointing
 from .adopt.foreign.checkpointing import layers_of
 from .adopt.foreign.forwards import remove_taker, take_back
@@ -24,6 +24,7 @@ from .adopt.foreign.parallel import (
     reshard,
 )
 from .adopt.four_bit.reading import bytes_in_buffers
+from .adopt.own_memory import unborder
 from .adopt.report import ASKED_EARLY, NO_ADAPTERS, PARTS_SET, FusionReport, explained, report_on
 from .adopt.setting import running_in, set_forwards
 from .adopt.site import Part

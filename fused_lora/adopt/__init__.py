@@ -9,8 +9,10 @@ Only this package knows the classes of PEFT and transformers.
     refusal.py, aside.py          why a module does not run fused; stepping aside and warning
     documents.py                  packed and padded rows
     sinks.py                      attention with sinks, which transformers runs on no sdpa
-    borders.py, fp8/              weights in buffers, as they are and in FP8
-    four_bit/                     weights in 4 bits, of whole layers and of parts
+    borders.py, own_memory.py     weights in buffers, and out of them
+    fp8/                          weights in FP8
+    four_bit/                     in 4 bits, of whole layers and of parts
+    shard_base.py                 sharded over ranks
     report.py                     the report of what runs fused now
     foreign/                      clever dealings with other people's code
 """

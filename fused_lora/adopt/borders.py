@@ -28,19 +28,16 @@ from torch import Tensor, nn
 from fused_mlp.launching import is_capturing
 
 from ..kernels.rows import empty_rows
-from ..layer.buffer import Bordered, Buffer, PlacedWeight
+from ..layer.buffer import Bordered, Buffer
 from ..layer.filling import Filling
 from ..layer.scratch import Scratches
-from .foreign.saved_weights import hand_out_buffered
+from .own_memory import let_save
 from .projection import Projection, why_not_base
 
 # 8 bf16 values are 16 bytes, the alignment cuBLAS needs for every row. Without any adapter the
 # border is this wide, and zero.
 WIDTH_MULTIPLE = 8
 GROUPS = 4  # q, k and v; o; gate and up; down
-
-
-# --- one buffer -----------------------------------------------------------------------------------
 
 
 class Layout(NamedTuple):
@@ -260,61 +257,3 @@ class LayerBorders(Filling):
         if device.type == "cuda" and any(was_made for _, was_made in found):
             torch.cuda.empty_cache()  # the freed pieces are too small for the next buffers
         return [bordered for bordered, _ in found]
-
-
-# --- weights in a buffer and out of it ------------------------------------------------------------
-
-
-def let_save(base: nn.Linear) -> None:
-    """Prepare a linear layer whose weight will lie in a buffer for saving, even after PEFT is
-    removed from its model (`_leave_peft`)."""
-    if _leave_peft not in base._state_dict_pre_hooks.values():
-        base.register_state_dict_pre_hook(_leave_peft)
-        base.register_state_dict_post_hook(hand_out_buffered)
-
-
-def _leave_peft(base: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Move a linear layer out of its buffer if its state is asked for outside any PEFT layer or
-    model, after `merge_and_unload` or `unload`. safetensors refuses weights that share memory or
-    are not contiguous."""
-    if not prefix.endswith("base_layer.") and "base_model." not in prefix:
-        _give_own_memory(base)
-
-
-HOOKS = (_leave_peft, hand_out_buffered)
-
-
-def _give_own_memory(base: Any) -> list[str]:
-    """Move weight and bias out of their buffer, whatever their names are now (weight_orig after
-    pruning). Return the names of those that lay in one."""
-    moved = []
-    for name, parameter in base.named_parameters():
-        if isinstance(parameter, PlacedWeight):
-            parameter.leave_buffer()
-            moved.append(name)
-        elif type(parameter) is nn.Parameter and not (
-            parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
-        ):
-            parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
-            moved.append(name)
-    return moved
-
-
-def leave_buffers(model: nn.Module) -> None:
-    """Move weights out of their buffers until the next forward, apart from those in codes."""
-    for module in model.modules():
-        is_placed = any(isinstance(one, PlacedWeight) for one in module.parameters(recurse=False))
-        if _leave_peft in module._state_dict_pre_hooks.values() and not is_placed:
-            _give_own_memory(module)
-
-
-def unborder(model: nn.Module) -> list[str]:
-    """Move every weight and bias of `model` that lies in a buffer back to separate contiguous
-    memory, with its current value. Return the names. This frees the buffers."""
-    names = []
-    for name, module in model.named_modules():
-        for hooks in (module._state_dict_pre_hooks, module._state_dict_hooks):
-            for key in [key for key, hook in hooks.items() if hook in HOOKS]:
-                del hooks[key]
-                names += [f"{name}.{kind}" for kind in _give_own_memory(module)]
-    return names

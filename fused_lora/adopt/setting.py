@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from .aside import keep_reported, share_told
-from .borders import Border, leave_buffers
+from .borders import Border
 from .documents import DECODER, decoder_forward, decoders
 from .foreign.forwards import (
     HeadTaker,
@@ -17,6 +17,7 @@ from .foreign.forwards import (
 from .foreign.parallel import let_shard
 from .four_bit.parts import memories_of, share_memories
 from .layer import BorderedForward, borders_of, give_borders
+from .own_memory import leave_buffers
 from .report import PARTS_SET
 from .site import FusedForward, Site
 from .switches import KINDS, SWITCHES, switches_for

@@ -11,10 +11,11 @@ from ...kernels.fp8_rows import E4M3, codes_and_scales
 from ...layer.buffer import Bordered
 from ...layer.fp8.buffer import Fp8Buffer
 from ...layer.scratch import Scratches
-from ..borders import Border, Layout, held_bias, layout_of, let_save, move_biases
+from ..borders import Border, Layout, held_bias, layout_of, move_biases
 from ..foreign.parallel import is_dtensor
 from ..four_bit.reading import is_4bit
 from ..layer_reading import base_layers
+from ..own_memory import let_save
 from ..projection import Projection
 from ..sharded_weight import ShardedWeight
 from . import checkpoint
