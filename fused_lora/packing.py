@@ -63,9 +63,10 @@ def _whole(what: str, length: Any, least: int = 0) -> int:
 def fill_row(batch: dict[str, Any], tokens: int) -> dict[str, Tensor]:
     """Pad a packed batch [1, T], as DataCollatorWithFlattening makes it, to [1, tokens].
 
-    Returns its input_ids, labels and position_ids, with an unlabelled document of padding at the
-    end. Other keys that mark where documents begin (cu_seq_lens_q, max_length_q) are left out:
-    position_ids say it already, and a number that changes would make another CUDA graph.
+    Returns its input_ids, labels and position_ids, with unlabelled documents of padding at the end,
+    each at most as long as the longest other. Other keys that mark where documents begin
+    (cu_seq_lens_q, max_length_q) are left out: position_ids say it already, and a number that
+    changes would make another CUDA graph.
 
     Raises:
         ValueError: the batch has no position_ids, more than one row, no tokens or more than
@@ -93,7 +94,9 @@ def fill_row(batch: dict[str, Any], tokens: int) -> dict[str, Tensor]:
         name: F.pad(batch[name], (0, tokens - given), value=filler)
         for name, filler in PACKED.items()
     }
-    filled["position_ids"][0, given:] = torch.arange(tokens - given)
+    # no longer than a document, because RoPE may depend on the longest
+    places = filled["position_ids"]
+    places[0, given:] = torch.arange(tokens - given, device=places.device) % (places.max() + 1)
     return filled
 
 

@@ -173,8 +173,8 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     it has no padding or the result would not be exact. The host waits for the number of tokens.
 
     inputs: the decoder's arguments by name. labels: [batch, positions], each at the token that
-    predicts it. The result is exact if no padding predicts a label and no cache is filled, and
-    with sinks if none lies between tokens.
+    predicts it. The result is exact if no padding predicts a label and no cache is filled, with
+    sinks if none lies between tokens, and if padding does not change RoPE.
 
     The graph of a `GraphedStep` has one shape, so its batch keeps the padding and has documents as
     its mask. This needs eager calls that saw padding, none of it predicting a label or lying
@@ -218,6 +218,9 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs, labels
     if not len(places) or not is_padded or not is_exact or is_graphed(decoder):
         return inputs, labels
+    positions = mask.shape[1] if position_ids is None else int(position_ids.max()) + 1
+    if positions > _positions_before_rope_changes(decoder.config):
+        return inputs, labels
 
     if "inputs_embeds" not in tokens and why_call(decoder.embed_tokens):
         # a hook may read the batch's shape, as NEFTune's does to scale its noise
@@ -237,6 +240,20 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     found["position_ids"] = picked(position_ids.expand(is_token.shape))
     found["attention_mask"] = documents_of(since_first[None])
     return inputs | found, picked(labels)
+
+
+def _positions_before_rope_changes(config: Any) -> float:
+    """Return up to how many positions, padding included, RoPE turns each by the same angle."""
+    found = getattr(config, "rope_parameters", None) or {}
+    # each kind of layer may have its own
+    kinds = [one for one in found.values() if isinstance(one, dict)] or [found]
+    trained = config.max_position_embeddings
+    limits = [
+        one.get("original_max_position_embeddings") or trained
+        for one in kinds
+        if one.get("rope_type") in ("longrope", "dynamic")
+    ]
+    return min(limits, default=float("inf"))
 
 
 def _padding_apart(is_token: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def finished(layer: Any, total: Tensor, per_layer_input: Tensor | None) -> Tenso
         gate = layer.act_fn(layer.per_layer_input_gate(total))
         addend = layer.per_layer_projection(gate * per_layer_input)
         total = total + layer.post_per_layer_input_norm(addend)
-    return total * getattr(layer, form.scale) if form.scale else total
+    return (total * getattr(layer, form.scale)).to(total.dtype) if form.scale else total
 
 
 def _mlp_of(layer: Any, x: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ def _cross_entropy_kernel(
     if is_top1_ptr is not None:
         # among equals the first is the largest, as in argmax
         is_first = (label_logit == maximum) & (tl.max(before_label, axis=0) < label_logit)
-        tl.store(is_top1_ptr + row, (is_first & in_range).to(tl.int8))
+        tl.store(is_top1_ptr + row, (is_first & in_range & (label != ignore_index)).to(tl.int8))
 
     if WRITE_GRADIENT:
         inverse = 1.0 / exp_sum

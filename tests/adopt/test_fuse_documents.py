@@ -199,6 +199,25 @@ def test_where_a_projection_is_left_no_mask_of_a_row_of_all_is_made(name, device
     assert_trained_as(got, plain, batch)
 
 
+ROPES = {
+    "longrope": {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "short_factor": [1.0] * 16,
+        "long_factor": [1.0 + i for i in range(16)], "original_max_position_embeddings": 12,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_padding_is_kept_where_rope_depends_on_it(rope, device):
+    fused, plain = pair(device, WHOLE, rope_parameters=ROPES[rope], max_position_embeddings=12)
+    batch = {
+        name: F.pad(rows, (0, 11), value=-100 if name == "labels" else 0)
+        for name, rows in padded("right", device).items()
+    }
+    assert_trained_as(step(fused, batch), plain, batch)
+
+
 def test_padding_that_predicts_a_label_is_kept(device):
     """In a left-padded row the last padding predicts the first token, which may be labelled."""
     fused, plain = pair(device, WHOLE)
@@ -266,8 +285,9 @@ def test_documents_are_grouped_to_fill_rows():
 def test_a_row_is_filled_without_changing_what_is_trained(device):
     fused, plain = pair(device, WHOLE)
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(documents(device))
-    filled = fill_row(batch, 24)
-    assert {name: rows.shape for name, rows in filled.items()} == dict.fromkeys(PACKED, (1, 24))
+    filled = fill_row(batch, 40)
+    assert {name: rows.shape for name, rows in filled.items()} == dict.fromkeys(PACKED, (1, 40))
+    assert filled["position_ids"].max() == batch["position_ids"].max()
     assert_trained_as(step(fused, filled), plain, *one_by_one())
     for wrong, told in (
         ({name: batch[name].view(2, -1) for name in PACKED}, "2 x 9 tokens, should be one row"),

@@ -102,6 +102,9 @@ def test_among_equal_logits_the_first_is_the_largest(device):
     labels = torch.tensor([5, 130, 138, 0, IGNORED, 5], device=device)
     found = log_probs(hidden, weight, labels, outputs=("is_top1",))
     assert found.is_top1.tolist() == [True, False, False, False, False, True]
+    given = hidden, weight, labels.clamp(min=0)
+    found = log_probs(*given, outputs=("is_top1",), ignore_index=5, drop_ignored=False)
+    assert not found.is_top1.any()
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # numpy, in the interpreter
