@@ -82,6 +82,8 @@ def command_beside(argv: list[str], folder: Path) -> str:
             next(words, None)
         elif not word.startswith("--out="):
             kept.append(word)
+    if not folder.name:  # it is "."
+        folder = folder.resolve()
     number = 2
     while (beside := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1

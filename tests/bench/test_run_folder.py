@@ -118,3 +118,4 @@ def test_another_run_in_the_folder_that_is_asked_for_offers_the_command_that_goe
     _, path, there = plan(*shlex.split(command)[2:])
     assert path.parent.name == "mine-2" and not there
     assert refused(plan, *other, "--seed", "2", "--out=mine").endswith("--out mine-3")
+    plan("--out", ".")
