@@ -174,7 +174,10 @@ def merge(runs: list[Run]) -> Run:
     for number, run in enumerate(others, start=2):
         found = _differences(merged, run)
         if differences := [one for one in found if not one.startswith("interleave ")]:
-            raise ValueError(f"these are not of one experiment: {first_few(differences)}")
+            raise ValueError(
+                f"run {number} of these is not of the first one's experiment: "
+                f"{first_few(differences)}; give runs of one command"
+            )
         if (shared := _measured(merged) & _measured(run)) or run in runs[: number - 1]:
             raise ValueError(
                 f"run {number} of these overlaps an earlier one (measurements in both: "

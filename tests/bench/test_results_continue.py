@@ -196,6 +196,7 @@ def test_runs_of_two_experiments_are_not_merged_and_differences_are_written_for_
     lora = replace(LORA, targets=("q_proj", "k_proj"))
     here.experiment = replace(here.experiment, padded=True, interleave=2, lora=lora)
     assert refused(results.merge, [there, here]) == (
-        "these are not of one experiment: padded no there, yes here; lora.targets q_proj there, "
-        "q_proj, k_proj here"  # its cells say where variants were interleaved
+        "run 2 of these is not of the first one's experiment: padded no there, yes here; "
+        "lora.targets q_proj there, q_proj, k_proj here; give runs of one command"
+        # its cells say where variants were interleaved
     )
