@@ -46,7 +46,8 @@ class FusionReport:
         for name, reason in self.left.items():
             modules.setdefault(reason, []).append(name)
         for reason, (first, *others) in modules.items():
-            and_others = f" and {len(others)} others like it" if others else ""
+            like_it = "1 other" if len(others) == 1 else f"{len(others)} others"
+            and_others = f" and {like_it} like it" if others else ""
             lines.append(f"left to PEFT: {first}{and_others}: {reason}")
         return "\n".join(lines if fused else ["nothing is fused", *lines])
 

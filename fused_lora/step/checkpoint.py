@@ -56,6 +56,10 @@ class Checkpoint:
     """
 
     def __init__(self, policy: str, memory_gib: float | None = None):
+        if policy != "selective" and memory_gib is not None:
+            raise ValueError(
+                f"checkpoint: checkpoint_gib is for selective, not for {policy or 'none at all'}"
+            )
         if policy not in POLICIES:
             raise ValueError(
                 f"checkpoint: {policy!r} is unknown; give one of {', '.join(POLICIES)}"
@@ -67,8 +71,6 @@ class Checkpoint:
                 "checkpoint: selective needs checkpoint_gib, the memory for the layers it keeps, "
                 f"as a number of GiB; got {memory_gib!r}"
             )
-        if policy != "selective" and memory_gib is not None:
-            raise ValueError(f"checkpoint: checkpoint_gib is for selective, not for {policy}")
         self.policy = policy
         self.budget_bytes = int((memory_gib or 0.0) * 2**30)
         self.layer_bytes: dict[tuple, int] = {}  # by input shape and layer index

@@ -110,7 +110,7 @@ def test_fusing_is_reported_and_fusing_again_changes_nothing_and_unfuse_restores
                 ({"checkpoint": "selective", "checkpoint_gib": float("nan")},
                  "selective needs checkpoint_gib, .* a number of GiB; got nan$"),
                 ({"checkpoint": "full", "checkpoint_gib": 3.0}, "is for selective, not for full"),
-                ({"checkpoint_gib": 3.0}, "'' is unknown"),
+                ({"checkpoint_gib": 3.0}, "is for selective, not for none at all$"),
                 ({"fp8": True, "mlp": True}, "fp8=True needs whole layers: ask for layer=True "),
                 ({"fp8_lm_head": True}, "ask for cross_entropy=True as well"),
                 ({"bordered": True}, "^Fusion: bordered=True .* ask for layer=True instead$"),
@@ -211,7 +211,7 @@ BEST = {  # options of the model: what runs fused, and what the report says of t
     "DoRA": (
         {"use_dora": True},
         {"rope": 2, "rms_norm": 5, "cross_entropy": 1},
-        f"left to PEFT: {LAYERS}.0.mlp as mlp and 1 others like it: gate_proj: it uses DoRA: "
+        f"left to PEFT: {LAYERS}.0.mlp as mlp and 1 other like it: gate_proj: it uses DoRA: "
         "leave use_dora out",
     ),
 }  # fmt: skip
