@@ -228,14 +228,16 @@ def measure_all(asked: argparse.Namespace, checkpoint: Path, rows: list[str]) ->
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="trainers", description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--model", default=str(HERE / "configs" / "qwen2.5-3b.json"))
+    usual_model = "qwen2.5-3b.json" if ON_GPU else "tiny.json"
+    parser.add_argument("--model", default=str(HERE / "configs" / usual_model),
+                        help="(default: Qwen2.5-3B, or a tiny one without a GPU)")  # fmt: skip
     parser.add_argument("--kinds", nargs="+", choices=[*RUNS], default=[*RUNS])
     parser.add_argument("--runs", nargs="+", choices=RUNS["SFT"], default=RUNS["SFT"])
     parser.add_argument("--base", choices=BASES, default=BF16)
     parser.add_argument("--no-checkpointing", action="store_false", dest="checkpointing")
     parser.add_argument("--cache", type=Path, default=HERE / ".cache")
     for flag, usual in SIZES.items():
-        parser.add_argument(flag, type=int, default=usual)
+        parser.add_argument(flag, type=int, default=usual, metavar="N", help=f"(default: {usual})")
     asked = parser.parse_args(argv)
     try:
         source = checked(asked)

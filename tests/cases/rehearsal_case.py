@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 import torch
+import transformers  # noqa: F401  # logs to the stderr of its first import, which a test closes
 
 from bench import cells, options, planning
 from bench import processes as isolated
