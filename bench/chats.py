@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.folders import unfinished_beside
 from bench.rows import CHAT, WANTED, chat_of
-from bench.tool_calls import written_by
+from bench.tool_calls import BrokenTokenizer, written_by
 
 HUB_NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?::(.+))?")
 SPLIT = "train"
@@ -30,7 +30,8 @@ def gather(data: str, cache: Path, model: Path | None = None) -> Path:
     Its name is its SHA-256: a run continues with the chats it began with. The chat template of the
     tokenizer in the folder `model` writes tool calls.
 
-    Raises ValueError if there is no such data, a row is no chat, or `cache` cannot be written.
+    Raises ValueError if there is no such data, a row is no chat, the tokenizer does not load, or
+    `cache` cannot be written.
     """
     path = Path(data)
     is_file = path.exists() or path.suffix in (".jsonl", ".json", ".parquet")
@@ -41,6 +42,8 @@ def gather(data: str, cache: Path, model: Path | None = None) -> Path:
     for where, row in rows:
         try:
             chat = chat_of(row, with_tools)
+        except BrokenTokenizer:
+            raise
         except ValueError as error:
             raise ValueError(f"--data {data}, {where}: {error}") from None
         written.append(json.dumps({"messages": chat}, ensure_ascii=False))

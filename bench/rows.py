@@ -146,7 +146,7 @@ def _calls(fields: dict[str, Any], role: Any, content: str | None, place: int) -
     calls = []
     for one in found if isinstance(found, list) else [found] if found else []:
         call = one.get("function") or one if isinstance(one, dict) else {}
-        if not isinstance(call.get("name"), str):
+        if not _has_name(call):
             raise ValueError(
                 f"message {place} has a tool call without a name; wanted "
                 '{"function": {"name": "...", "arguments": {...}}}; mend or drop it'
@@ -160,13 +160,23 @@ def _calls(fields: dict[str, Any], role: Any, content: str | None, place: int) -
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
-    tools = _parsed(tools) or []
-    if not isinstance(tools, list) or not all(isinstance(_parsed(one), dict) for one in tools):
-        raise ValueError('"tools" is no list of functions; wanted their schemas; mend or drop it')
-    schemas = [_parsed(one) for one in tools]
-    return [
-        one if one.get("function") else {"type": "function", "function": one} for one in schemas
+    found = _parsed(tools) or []
+    schemas = [_parsed(one) for one in found] if isinstance(found, list) else [None]
+    wrapped = [
+        one
+        if isinstance(one, dict) and one.get("function")
+        else {"type": "function", "function": one}
+        for one in schemas
     ]
+    if not all(_has_name(one["function"]) for one in wrapped):
+        raise ValueError(
+            '"tools" is no list of functions with names; wanted their schemas; mend or drop it'
+        )
+    return wrapped
+
+
+def _has_name(function: Any) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _parsed(value: Any) -> Any:

@@ -173,6 +173,17 @@ def test_tool_calls_that_no_template_writes_are_named_in_one_line(tmp_path, temp
     assert found.startswith(f"--data {path}, line 2: {said}")
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [("{", "/tokenizer_config.json: not JSON; save"), ("[]", ": its tokenizer does not load (")],
+)
+def test_a_broken_tokenizer_is_the_models_fault(tmp_path, config, said):
+    path, model = tmp_path / "chats.jsonl", with_template(tmp_path, CHATML)
+    path.write_text(json.dumps(tool_rows({"tool_calls": [CALL]})))
+    (model / "tokenizer_config.json").write_text(config)
+    assert refused(gather, str(path), tmp_path, model).startswith(f"--model {model}{said}")
+
+
 def test_texts_stay_as_they_are(tmp_path):
     texts = ["", " \n", "é ∫ 🙂", "\x00\x7f\u2028", "2024-01-01", "null", r"\int\, dx"]
     chats = [[("system", text), ("assistant", text)] for text in texts]
@@ -210,8 +221,14 @@ def test_a_data_set_of_the_hub_is_kept_as_a_file(tmp_path, monkeypatch):
         ('{"instruction": "a", "output": "b", "history": [1]}', ', line 3: "history" is no list'),
         ('{"messages": [{"role": "assistant", "tool_calls": [{}]}]}',
          ", line 3: message 1 has a tool call without a name"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"function": "add"}]}]}',
+         ", line 3: message 1 has a tool call without a name"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"function": true}]}]}',
+         ", line 3: message 1 has a tool call without a name"),
         ('{"messages": [{"role": "assistant", "content": ""}], "tools": "x"}',
          ', line 3: "tools" is no list'),
+        ('{"messages": [{"role": "assistant", "content": ""}], "tools": [{"function": "add"}]}',
+         ', line 3: "tools" is no list of functions with names; wanted their schemas'),
         (line(("user", "2 + 2?")), ", line 3: no assistant message"),
         (r'{"messages": [{"role": "assistant", "content": "\ud800"}]}',
          ", line 3: message 1 has half a surrogate pair"),
