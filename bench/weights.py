@@ -58,7 +58,8 @@ class Source:
 def resolve(model: str, cache: Path, seed: int) -> Source:
     """Return where `model` comes from. Writes nothing but the hub's cache.
 
-    Raises ValueError for a missing file, folder or hub model, or a folder that lacks a part.
+    Raises ValueError for a missing file, folder or hub model, or a folder that lacks a part or has
+    broken weights.
     """
     path = Path(model)
     if path.suffix == ".json":
@@ -80,7 +81,23 @@ def resolve(model: str, cache: Path, seed: int) -> Source:
                 f"--model {model}: the folder has no {part}; save the model and its tokenizer "
                 "there with save_pretrained"
             )
+    for weights in sorted(path.glob("*.safetensors")):
+        _check_whole(weights)
     return Source(model, "checkpoint", path.resolve(), None, path.resolve() / "tokenizer.json")
+
+
+def _check_whole(weights: Path) -> None:
+    """Raise ValueError if a file of weights was cut off or is another kind. Reads its header."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(weights, framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"--model {weights}: not a whole safetensors file ({error}); save it or download it "
+            "again"
+        ) from None
 
 
 def _random_source(path: Path, cache: Path, seed: int) -> Source:

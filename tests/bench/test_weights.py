@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.one_line import refused
 from transformers import AutoModelForCausalLM
 
 from bench import weights
@@ -91,6 +92,14 @@ def test_a_folder_that_lacks_a_part_says_which(tmp_path, part):
     wanted = part.replace("model.safetensors", r"\*\.safetensors")
     with pytest.raises(ValueError, match=f"has no {wanted}"):
         resolve(str(folder), tmp_path, 0)
+
+
+@pytest.mark.parametrize("kept", [0, 1000, -1], ids=["empty", "half a header", "a byte short"])
+def test_weights_that_were_cut_off_are_named(tmp_path, kept):
+    file = make(tmp_path).folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    said = refused(resolve, str(file.parent), tmp_path, 0)
+    assert said.startswith(f"--model {file}: not a whole safetensors file (")
 
 
 def test_a_hub_name_that_cannot_be_had_says_what_to_do():
