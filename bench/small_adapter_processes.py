@@ -16,6 +16,7 @@ from variants import IN_FP32, Lora
 DECODER, HEAD = "base_model.model.model", "base_model.model.lm_head"
 TRAINER = "vanilla_peft_no_checkpointing"
 BETA, DPO_LR, PAIRS_A_STEP = 0.1, 5e-6, 4
+APART = 7  # chats from a pair's question to the other answer
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -46,7 +47,7 @@ class Asked(msgspec.Struct, frozen=True):
         chats = tokenize(read_chats(self.data), load_tokenizer(self.source.tokenizer))
         length, found = 2 * self.seq_len, []
         for i in range(self.pairs):
-            one, other = chats[i], chats[i + 7]
+            one, other = chats[i], chats[i + APART]
             question = next(n for n, label in enumerate(one.labels) if label != -100)
             answer = next(n for n, label in enumerate(other.labels) if label != -100)
             ids = [one.input_ids, one.input_ids[:question] + other.input_ids[answer:]]

@@ -16,11 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from batches import read_chats
 from bench import machine, processes
+from bench.chats import gather
 from bench.folders import locked
 from bench.option_checks import check_variant
-from bench.options import HERE, Parser, why_unavailable
+from bench.options import HERE, Parser, list_of_variants, why_unavailable
 from bench.small_adapter_processes import (
+    APART,
     DPO_LR,
     PAIRS_A_STEP,
     TRAINER,
@@ -120,12 +123,15 @@ def run_missing(asked: Asked, variants: tuple[str, ...], path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     defaults = ON_GPU if machine.has_gpu() else REHEARSED
     parser = Parser(
-        prog="small_adapters", description=__doc__, allow_abbrev=False,
+        prog="small_adapters", description=__doc__, epilog=list_of_variants(), allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--model", help="architecture file, checkpoint folder or hub name")
     parser.add_argument("--variants", nargs="+", metavar="NAME")
-    parser.add_argument("--data", type=Path, default=HERE / "data" / "sft_train.jsonl")
+    parser.add_argument(
+        "--data", default=str(HERE / "data" / "sft_train.jsonl"),
+        help="chats: a JSON or parquet file, or a data set of the hub",
+    )  # fmt: skip
     parser.add_argument("--cache", type=Path, default=HERE / ".cache")
     parser.add_argument("--out", type=Path, default=HERE / "runs" / "small-adapters")
     parser.set_defaults(**{name: defaults[name] for name in ("model", "variants")})
@@ -144,7 +150,12 @@ def main(argv: list[str] | None = None) -> int:
         adapters += [TrainedAdapter(DPO_LR, n, is_dpo=True) for n in range(1, dpo_steps + 1)]
         sizes = {name: defaults[name] for name in ("device", "batches", "rows", "seq_len", "pairs")}
         folder = given.cache.resolve() / "small_adapters" / source.folder.name
-        asked = Asked(source, given.data, folder, adapters=adapters, **sizes)
+        data = gather(given.data, given.cache, None if source.config else source.folder)
+        if (there := len(read_chats(data))) < (least := sizes["pairs"] + APART):
+            raise ValueError(
+                f"--data {given.data}: too few chats ({there}); wanted {least} or more; add some"
+            )
+        asked = Asked(source, data, folder, adapters=adapters, **sizes)
         with locked(given.out):
             run_missing(asked, tuple(given.variants), given.out / "small_adapters.json")
     except KeyboardInterrupt:

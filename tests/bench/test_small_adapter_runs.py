@@ -1,5 +1,8 @@
 """A rehearsal of bench.small_adapters without starting processes."""
 
+import json
+from pathlib import Path
+
 import pytest
 from cases.rehearsal_case import WITHOUT_GPU, few_chats
 
@@ -24,7 +27,13 @@ def command(tmp_path, monkeypatch):
     sizes = {"batches": 1, "pairs": 4, "steps": (1,), "rates": (1e-3,)}
     monkeypatch.setattr(small_adapters, "REHEARSED", small_adapters.REHEARSED | sizes)
     folders = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
-    folders += ["--data", few_chats(tmp_path)]
+    chats = Path(few_chats(tmp_path))
+    rows = [json.loads(line) for line in chats.read_text().splitlines()]
+    chats.write_text(json.dumps(rows))  # a form that only `gather` reads
+    (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]))
+    (tmp_path / "torn.jsonl").write_text(f"{json.dumps(rows[0])}\n{json.dumps(rows[1])[:-9]}")
+    folders += ["--data", str(chats)]
+    monkeypatch.chdir(tmp_path)
     return folders, started, tmp_path / "out" / "small_adapters.json"
 
 
@@ -46,14 +55,28 @@ def test_each_variant_is_held_against_fp32_and_what_is_there_is_not_measured_aga
     assert len(started) == 3
 
 
-def test_bad_arguments_are_one_line(command, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "no-such.json"], "--model no-such.json: no such file"),
+        (["--variants", "fused_everything"], "--variants fused_everything: unknown"),
+        (["--data", "no-such.jsonl"], "--data no-such.jsonl: no file to read"),
+        (["--data", "torn.jsonl"], "--data torn.jsonl, line 2: not JSON ("),
+        (["--data", "one.jsonl"], "--data one.jsonl: too few chats (1); wanted 11 or more; add"),
+        ([], "out/small_adapters.json"),
+    ],
+)
+def test_bad_arguments_are_one_line(command, capsys, arguments, said):
     folders, started, path = command
-    assert small_adapters.main([*folders, "--model", "no-such.json"]) == 2
-    assert small_adapters.main([*folders, "--variants", "fused_everything"]) == 2
     path.parent.mkdir()
     path.write_text("{}")
-    assert small_adapters.main(folders) == 2
-    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == (
-        ["small_adapters"] * 3
-    )
+    assert small_adapters.main([*folders, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("small_adapters: ") and said in error and error.count("\n") == 1
     assert not started
+
+
+def test_help_lists_the_variants(capsys):
+    with pytest.raises(SystemExit):
+        small_adapters.main(["--help"])
+    assert "fused_layer" in capsys.readouterr().out.split("variants:")[1]
