@@ -16,8 +16,9 @@ LOG = ".lora-bench-"  # begins the names of processes' output files
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other runs out until the context ends or the process dies.
+def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
+    """Make the folder and keep other runs out until the context ends or the process dies. Errors
+    name the option `flag`.
 
     The lock belongs to the open file, which no child inherits: whatever kills the process frees the
     folder. The context removes the lock file, and the folder if it made it and nothing is in it.
@@ -38,10 +39,10 @@ def locked(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         file.close()
         raise ValueError(
-            f"--out {folder}: another run is writing there; wait for it, or give another --out"
+            f"{flag} {folder}: another run is writing there; wait for it, or give another {flag}"
         ) from None
     except OSError as error:
-        raise ValueError(f"--out {folder}: cannot be written ({error.strerror})") from None
+        raise ValueError(f"{flag} {folder}: cannot be written ({error.strerror})") from None
     try:
         yield
     finally:

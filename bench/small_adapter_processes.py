@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from batches import Batch, load_tokenizer, make_batches, read_chats, tokenize
+from bench.folders import unfinished_beside
 from bench.small_adapter_records import Seen, TrainedAdapter
 from bench.weights import Source, materialize
 from variants import IN_FP32, Lora
@@ -127,7 +128,8 @@ def train_adapters(send: Callable[[Any], None], asked: Asked) -> None:
             optimizer.zero_grad()
             if one := wanted.get(step + 1):
                 state = {n: p.detach().cpu() for n, p in trained_in(built.model).items()}
-                torch.save(state, asked.folder / one.file)
+                with unfinished_beside(asked.folder / one.file) as unfinished:
+                    torch.save(state, unfinished)
                 send({"doing": f"trained {one.file}, loss {loss.item():.5f}"})
 
 
@@ -163,7 +165,8 @@ def run_variant(send: Callable[[Any], None], asked: Asked, variant: str) -> None
                 changes.append(hidden.cpu() - before)
                 losses.append(loss - loss_before)
             along = [change.square().sum(dtype=torch.float64).item() for change in changes]
-            torch.save(changes, exact)
+            with unfinished_beside(exact) as unfinished:
+                torch.save(changes, unfinished)
         else:
             wanted = torch.load(exact, mmap=True)
             for (hidden, loss), (before, loss_before), want in zip(

@@ -38,7 +38,8 @@ class Seen(Record):
 
 
 class SmallAdapters(Record):
-    """The whole file. tokens: in a batch. failed: why variants could not run."""
+    """The whole file. tokens: in a batch. failed: why variants could not run. data_sha256: of the
+    chats, empty in the first files, which do not name them."""
 
     started_utc: str
     environment: Environment
@@ -51,6 +52,7 @@ class SmallAdapters(Record):
     adapters: list[TrainedAdapter]
     seen: list[Seen]
     failed: dict[str, str]
+    data_sha256: str = ""
 
 
 def load_small_adapters(path: Path) -> SmallAdapters:

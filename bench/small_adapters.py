@@ -9,6 +9,7 @@ with each of these adapters. The same command goes on with the variants that are
 """
 
 import argparse
+import hashlib
 import os
 import sys
 import time
@@ -16,10 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from batches import read_chats
+from batches import read_chats, sha256_of
 from bench import machine, processes
 from bench.chats import gather
-from bench.folders import locked
+from bench.folders import locked, remove_unfinished
 from bench.option_checks import check_variant
 from bench.options import HERE, Parser, list_of_variants, why_unavailable
 from bench.small_adapter_processes import (
@@ -61,8 +62,9 @@ SILENCE_LIMIT_S = 600  # a variant silent for longer hangs and is given up
 def new_file(asked: Asked) -> SmallAdapters:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return SmallAdapters(
-        now, machine.environment(), asked.source.name, asked.source.weights, Lora(), asked.batches,
+        now, machine.environment(), asked.source.label, asked.source.weights, Lora(), asked.batches,
         asked.rows * asked.seq_len, asked.pairs, asked.adapters, [], {},
+        sha256_of(asked.data),
     )  # fmt: skip
 
 
@@ -84,10 +86,11 @@ def go_on_with(path: Path, fresh: SmallAdapters) -> SmallAdapters:
         return fresh
     earlier = load_small_adapters(path)
     settings, wanted = (
-        (one.model, one.adapters, one.batches, one.environment.device) for one in (earlier, fresh)
+        (one.model, one.data_sha256, one.adapters, one.batches, one.environment.device)
+        for one in (earlier, fresh)
     )
     if settings != wanted:
-        raise ValueError(f"{path} was measured otherwise or elsewhere: give another --out")
+        raise ValueError(f"{path} is of another model, --data, GPU or settings: give another --out")
     return earlier
 
 
@@ -149,14 +152,18 @@ def main(argv: list[str] | None = None) -> int:
         dpo_steps = min(DPO_STEPS, defaults["pairs"] // PAIRS_A_STEP)
         adapters += [TrainedAdapter(DPO_LR, n, is_dpo=True) for n in range(1, dpo_steps + 1)]
         sizes = {name: defaults[name] for name in ("device", "batches", "rows", "seq_len", "pairs")}
-        folder = given.cache.resolve() / "small_adapters" / source.folder.name
         data = gather(given.data, given.cache, None if source.config else source.folder)
         if (there := len(read_chats(data))) < (least := sizes["pairs"] + APART):
             raise ValueError(
                 f"--data {given.data}: too few chats ({there}); wanted {least} or more; add some"
             )
+        rests_on = repr((str(source.folder), sha256_of(data), sizes))
+        digest = hashlib.sha256(rests_on.encode()).hexdigest()[:12]
+        caches = given.cache.resolve() / "small_adapters"
+        folder = caches / f"{source.folder.name}-{digest}"
         asked = Asked(source, data, folder, adapters=adapters, **sizes)
-        with locked(given.out):
+        with locked(given.out), locked(folder, "--cache"):
+            remove_unfinished(folder, given.cache)
             run_missing(asked, tuple(given.variants), given.out / "small_adapters.json")
     except KeyboardInterrupt:
         print("\nStopped: the same command continues.")

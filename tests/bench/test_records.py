@@ -57,8 +57,10 @@ def test_every_published_run_loads_and_nothing_of_it_is_lost(path):
 
 @pytest.mark.parametrize("path", LOADED_BY, ids=lambda path: path.name)
 def test_every_other_published_file_loads_and_nothing_of_it_is_lost(path):
-    again = msgspec.json.encode(LOADED_BY[path](path))
-    assert json.loads(again) == json.loads(bytes_of(path))
+    again = json.loads(msgspec.json.encode(LOADED_BY[path](path)))
+    before = json.loads(bytes_of(path))
+    newer = {"data_sha256": ""} if "adapters" in before else {}
+    assert again == newer | before
 
 
 def with_todays_id(found):

@@ -30,6 +30,7 @@ def command(tmp_path, monkeypatch):
     chats = Path(few_chats(tmp_path))
     rows = [json.loads(line) for line in chats.read_text().splitlines()]
     chats.write_text(json.dumps(rows))  # a form that only `gather` reads
+    (tmp_path / "other.json").write_text(json.dumps(rows[::-1]))
     (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]))
     (tmp_path / "torn.jsonl").write_text(f"{json.dumps(rows[0])}\n{json.dumps(rows[1])[:-9]}")
     folders += ["--data", str(chats)]
@@ -38,7 +39,7 @@ def command(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_each_variant_is_held_against_fp32_and_what_is_there_is_not_measured_again(command):
+def test_each_variant_is_held_against_fp32_and_what_is_there_is_not_measured_again(command, capsys):
     folders, started, path = command
     assert small_adapters.main([*folders, "--variants", BF16]) == 0
     assert started == [("train_adapters",), ("run_variant", IN_FP32), ("run_variant", BF16)]
@@ -53,6 +54,26 @@ def test_each_variant_is_held_against_fp32_and_what_is_there_is_not_measured_aga
     assert sum(exact[True].chosen) > sum(exact[True].rejected)
     assert small_adapters.main([*folders, "--variants", BF16]) == 0
     assert len(started) == 3
+    assert small_adapters.main([*folders, "--variants", BF16, "--data", "other.json"]) == 2
+    assert "small_adapters.json is of another model, --data, GPU" in capsys.readouterr().err
+
+
+def test_each_data_set_has_a_cache_folder_that_one_run_at_a_time_writes(
+    command, monkeypatch, capsys
+):
+    folders, caches = command[0], []
+
+    def run(_, asked, **options):
+        caches.append(asked.folder)
+        assert small_adapters.main([*folders, "--out", "beside", "--data", data]) == 2
+        return processes.Ended("stopped", "")
+
+    monkeypatch.setattr(processes, "run", run)
+    for data in ("chats.jsonl", "other.json"):
+        assert small_adapters.main([*folders, "--data", data]) == 1
+    assert len(set(caches)) == 2
+    said = capsys.readouterr().err
+    assert all(f"--cache {folder}: another run is writing there" in said for folder in caches)
 
 
 @pytest.mark.parametrize(
