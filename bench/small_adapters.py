@@ -40,7 +40,7 @@ from bench.small_adapter_records import (
     save_small_adapters,
 )
 from bench.terminal import console
-from bench.weights import resolve
+from bench.weights import check_architecture, resolve
 from variants import IN_FP32, Lora, title_of
 
 ON_GPU: dict[str, Any] = {
@@ -146,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         for variant in given.variants:
             check_variant(variant, defaults["device"])
         source = resolve(str(given.model), given.cache.resolve(), seed=0)
+        check_architecture(source, Lora().targets)
         adapters = [
             TrainedAdapter(rate, n) for rate in defaults["rates"] for n in defaults["steps"]
         ]

@@ -32,6 +32,7 @@ def command(tmp_path, monkeypatch):
     chats.write_text(json.dumps(rows))  # a form that only `gather` reads
     (tmp_path / "other.json").write_text(json.dumps(rows[::-1]))
     (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]))
+    (tmp_path / "bert.json").write_text('{"model_type": "bert", "vocab_size": 99}')
     (tmp_path / "torn.jsonl").write_text(f"{json.dumps(rows[0])}\n{json.dumps(rows[1])[:-9]}")
     folders += ["--data", str(chats)]
     monkeypatch.chdir(tmp_path)
@@ -80,6 +81,7 @@ def test_each_data_set_has_a_cache_folder_that_one_run_at_a_time_writes(
     ("arguments", "said"),
     [
         (["--model", "no-such.json"], "--model no-such.json: no such file"),
+        (["--model", "bert.json"], "--model bert: cannot be trained here (none of q_proj "),
         (["--variants", "fused_everything"], "--variants fused_everything: unknown"),
         (["--data", "no-such.jsonl"], "--data no-such.jsonl: no file to read"),
         (["--data", "torn.jsonl"], "--data torn.jsonl, line 2: not JSON ("),
