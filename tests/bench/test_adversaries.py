@@ -195,7 +195,9 @@ OTHER_WORK = [
 ]
 
 
-@pytest.mark.slow("stale_output_buffer-vanilla_peft-as far from fp32", "batches_that_lose_their_labels")
+@pytest.mark.slow(
+    "stale_output_buffer-vanilla_peft-as far from fp32", "batches_that_lose_their_labels"
+)
 @pytest.mark.parametrize(("cheat", "variant", "words"), [*WRONG, *OTHER_WORK])
 def test_a_cheat_is_named_and_a_wrong_result_is_not_timed(measure, cheat, variant, words):
     cell = measure(cheat, variant)
