@@ -247,9 +247,8 @@ def _positions_before_rope_changes(config: Any) -> float:
     found = getattr(config, "rope_parameters", None) or {}
     # each kind of layer may have its own
     kinds = [one for one in found.values() if isinstance(one, dict)] or [found]
-    trained = config.max_position_embeddings
     limits = [
-        one.get("original_max_position_embeddings") or trained
+        one.get("original_max_position_embeddings") or config.max_position_embeddings
         for one in kinds
         if one.get("rope_type") in ("longrope", "dynamic")
     ]
