@@ -117,8 +117,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=("plain", "fused"),
                         help="graph: GraphedStep, with ddp or shard_base")  # fmt: skip
     for size, usual in SIZES.items():
-        help = f"(default: {usual})"
-        parser.add_argument(f"--{size}", type=int, default=usual, metavar="N", help=help)
+        parser.add_argument(f"--{size}", type=int, default=usual, metavar="N",
+                            help=f"(default: {usual})")  # fmt: skip
     asked = parser.parse_args(arguments)
     for size in SIZES:
         least = 0 if size == "warm-up" else 1

@@ -218,8 +218,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs, labels
     if not len(places) or not is_padded or not is_exact or is_graphed(decoder):
         return inputs, labels
-    positions = mask.shape[1] if position_ids is None else int(position_ids.max()) + 1
-    if positions > _positions_before_rope_changes(decoder.config):
+    if _padding_turns(decoder.config, mask.shape[1], position_ids):
         return inputs, labels
 
     if "inputs_embeds" not in tokens and why_call(decoder.embed_tokens):
@@ -242,8 +241,8 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     return inputs | found, picked(labels)
 
 
-def _positions_before_rope_changes(config: Any) -> float:
-    """Return up to how many positions, padding included, RoPE turns each by the same angle."""
+def _padding_turns(config: Any, length: int, position_ids: Tensor | None) -> bool:
+    """Return True if RoPE's angles depend on the longest row, and padding may make it too long."""
     found = getattr(config, "rope_parameters", None) or {}
     # each kind of layer may have its own
     kinds = [one for one in found.values() if isinstance(one, dict)] or [found]
@@ -252,7 +251,9 @@ def _positions_before_rope_changes(config: Any) -> float:
         for one in kinds
         if one.get("rope_type") in ("longrope", "dynamic")
     ]
-    return min(limits, default=float("inf"))
+    if not limits:
+        return False
+    return (length if position_ids is None else int(position_ids.max()) + 1) > min(limits)
 
 
 def _padding_apart(is_token: Tensor) -> Tensor:

@@ -57,9 +57,8 @@ class Checkpoint:
 
     def __init__(self, policy: str, memory_gib: float | None = None):
         if policy != "selective" and memory_gib is not None:
-            raise ValueError(
-                f"checkpoint: checkpoint_gib is for selective, not for {policy or 'none at all'}"
-            )
+            given = policy or "checkpoint=''"
+            raise ValueError(f"checkpoint: checkpoint_gib is for selective, not for {given}")
         if policy not in POLICIES:
             raise ValueError(
                 f"checkpoint: {policy!r} is unknown; give one of {', '.join(POLICIES)}"

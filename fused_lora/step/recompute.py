@@ -161,8 +161,7 @@ class _Run:
         if [one.shape if isinstance(one, Tensor) else None for one in found] != self.shapes:
             raise RuntimeError(
                 f"checkpoint: a layer saved {len(self.shapes)} tensors in its forward, and "
-                f"{len(found)} or others when recomputed; it must do the same both times: "
-                "unmerge adapters"
+                f"{len(found)} or others when recomputed; it must do the same both times"
             )
         if self.see is not None:
             self.see(split(tuple(found))[0])

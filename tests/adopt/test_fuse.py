@@ -110,7 +110,7 @@ def test_fusing_is_reported_and_fusing_again_changes_nothing_and_unfuse_restores
                 ({"checkpoint": "selective", "checkpoint_gib": float("nan")},
                  "selective needs checkpoint_gib, .* a number of GiB; got nan$"),
                 ({"checkpoint": "full", "checkpoint_gib": 3.0}, "is for selective, not for full"),
-                ({"checkpoint_gib": 3.0}, "is for selective, not for none at all$"),
+                ({"checkpoint_gib": 3.0}, "is for selective, not for checkpoint=''$"),
                 ({"fp8": True, "mlp": True}, "fp8=True needs whole layers: ask for layer=True "),
                 ({"fp8_lm_head": True}, "ask for cross_entropy=True as well"),
                 ({"bordered": True}, "^Fusion: bordered=True .* ask for layer=True instead$"),
