@@ -212,14 +212,14 @@ def test_the_pages_have_the_trainers_steps_of_their_run(runs):
     """Check the README's table of trainers, and the whole one in docs/results.md."""
     printed = (H100 / "trainers.txt").read_text()
     tables = [
-        re.findall(r"^\| (.*?SFT|DPO) \| (.*?) \| ([\d,]+) \| ", table, re.MULTILINE)
+        re.findall(r"^\| (.*?SFT|DPO|GRPO) \| (.*?) \| ([\d,]+) \| ", table, re.MULTILINE)
         for table in printed.split("\n\n")
     ]
     page = (ROOT / "docs" / "results.md").read_text()
     page = page[page.index("trainer, Qwen2.5-3B") : page.index("All but the graphs")]
     cells = re.findall(r"(?<=\| )([\d,]+)(?= \|)", page)
     assert sorted(cells) == sorted(ms for table in tables for _, _, ms in table)
-    assert len(cells) == 22
+    assert len(cells) == 24
     kinds, runs_of = ("SFT", "padded SFT", "DPO"), ("plain PEFT", "Unsloth", "fused", "in graphs")
     first: dict[str, dict[str, str]] = {}
     for table in tables:  # later ones are of other settings
