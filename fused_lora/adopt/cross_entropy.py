@@ -5,12 +5,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from peft.tuners.cpt import CPTEmbedding
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.loss import loss_utils
@@ -27,7 +28,7 @@ from .foreign.versions import class_forward
 from .fp8.head import multiplies_in_fp8, why_not_head
 from .known import known_form, why_not_class
 from .labelled import run_decoder, shifted_by_one
-from .log_probs import answer_trl
+from .log_probs import answer_trl, read_adapted_head
 from .projection import why_call, why_not_plain
 from .refusal import Refusal, attempt, refuse
 from .site import having
@@ -75,6 +76,8 @@ def read_head(model: Any, is_called: bool = False) -> nn.Linear:
     if known_form(model, "ForCausalLM").has_router and model.config.output_router_logits:
         raise Refusal("it adds its routers' loss: set model.config.output_router_logits = False")
     head = model.lm_head
+    if isinstance(head, BaseTunerLayer) and not is_called:
+        return cast(nn.Linear, read_adapted_head(head).base)
     modules = [head]
     if own_class(head) is ModulesToSaveWrapper:
         # choose as its forward does: each adapter that trains it has a copy

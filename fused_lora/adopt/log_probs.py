@@ -3,16 +3,36 @@
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..label_check import IGNORED, note
-from ..log_probs import LogProbs, log_probs
+from ..log_probs import HeadAdapter, LogProbs, log_probs
 from .aside import step_aside
 from .documents import check_not_empty
 from .foreign.forwards import trl_head_of
 from .foreign.parallel import call_with
 from .foreign.trl_head import trl_output
 from .labelled import run_decoder, shifted_by_one
+from .projection import Projection, bias_of, read_projection
+from .refusal import Refusal, attempt
+
+
+def read_adapted_head(head: BaseTunerLayer) -> Projection:
+    """Read an lm_head with an adapter as it is now. Raises a Refusal if `log_probs` cannot multiply
+    it. TRL's own head reads the base weight alone: it leaves out adapters that are not merged."""
+    read, reason = attempt(read_projection, head)
+    if head.merged:
+        raise Refusal(reason)
+    if len(head.active_adapters) > 1:
+        reason = "choose one with set_adapter"
+    elif not reason and read.dropout:
+        reason = f"lora_dropout is {read.dropout}, set it to 0.0"
+    elif not reason and read.is_packed:
+        reason = "its weight is in 4 bits, load that in bf16"
+    if reason:
+        raise Refusal(f"TRL's head would not train lm_head's adapter: {reason}")
+    return read
 
 
 @torch.compiler.disable(recursive=False)  # the decoder in it is compiled
@@ -46,13 +66,18 @@ def answer_trl(
         at_predicting = shifted_by_one(labels)
     at_predicting = at_predicting.to(head.weight.device)  # type: ignore[union-attr]
     states = run_decoder(model, head, inputs, at_predicting, options)
+    adapter, adapted = None, None
+    if isinstance(model.lm_head, BaseTunerLayer):
+        adapted = read_adapted_head(model.lm_head)
+        adapter = HeadAdapter(adapted.A, adapted.B, adapted.scaling) if len(adapted.A) else None
 
     def found_in(hidden: Tensor) -> LogProbs:
         return log_probs(
             hidden.to(head.weight.device),
             head.weight,
             states.labels.to(head.weight.device),
-            bias=head.bias,
+            bias=head.bias if adapted is None else bias_of(adapted),
+            adapter=adapter,
             outputs=settings.outputs,
             temperature=settings.temperature,
             softcap=settings.final_logit_softcapping,

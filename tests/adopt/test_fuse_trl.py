@@ -2,11 +2,19 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.four_bit_case import quantised
 from cases.layer_case import peft_model
+from cases.log_probs_case import FIELDS as EAGER_FIELDS
+from cases.log_probs_case import eager
+from cases.peft_models import ATTENTION, base_model
+from cases.reasons import add_active, readapt
+from cases.trl_case import trainer_of
+from peft import LoraConfig, inject_adapter_in_model
 
 import fused_lora.adopt.log_probs as module
 from fused_lora import Fusion, fuse, report, unfuse
@@ -24,15 +32,32 @@ ORDERS = ("fuse first", "TRL first")
 NAME = "base_model.model"
 # what each model adds to Qwen2's plain logits, and TRL to its head
 MODELS = {
-    "temperature, every output": ("Qwen2", {}, {"temperature": 0.7, "outputs": OUTPUTS}),
+    "temperature, every output": ({}, {"temperature": 0.7, "outputs": OUTPUTS}),
     "softcap": (
-        "Gemma2",
-        {"final_logit_softcapping": 3.0, "attn_implementation": "eager"},
+        {
+            "family": "Gemma2",
+            "config": {"final_logit_softcapping": 3.0, "attn_implementation": "eager"},
+        },
         {"outputs": OUTPUTS},
     ),
-    "logits_scaling": ("Granite", {"logits_scaling": 4.0}, {"outputs": ("log_probs", "entropy")}),
-    "fp32 head": ("Qwen2", {}, {"cast_lm_head_to_fp32": True}),
+    "logits_scaling": (
+        {"family": "Granite", "config": {"logits_scaling": 4.0}},
+        {"outputs": ("log_probs", "entropy")},
+    ),
+    "fp32 head": ({}, {"cast_lm_head_to_fp32": True}),
+    "trained head": ({"lora": {"modules_to_save": ["lm_head"]}}, {"outputs": OUTPUTS}),
 }
+ADAPTED = {"target_modules": [*ATTENTION, "lm_head"]}
+ADAPTED_HEADS = {
+    "plain": {"lora": ADAPTED},
+    "tied, rsLoRA": {
+        "lora": ADAPTED | {"use_rslora": True}, "config": {"tie_word_embeddings": True},
+    },
+    "lora_bias, softcap": {
+        "lora": ADAPTED | {"lora_bias": True}, "family": "Gemma2",
+        "config": {"final_logit_softcapping": 3.0, "attn_implementation": "eager"},
+    },
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -43,9 +68,10 @@ def answered(monkeypatch):
     return calls
 
 
-def pair(device, order=ORDERS[0], fusion=LOSS, family="Qwen2", config=None, **head):
+def pair(device, order=ORDERS[0], fusion=LOSS, family="Qwen2", config=None, lora=None, **head):
     """Return a model with TRL's head, fused in this order, and the same without fusion."""
-    plain = peft_model(device, family, config={"num_hidden_layers": 1} | (config or {}))
+    config = {"num_hidden_layers": 1} | (config or {})
+    plain = peft_model(device, family, config=config, **(lora or {}))
     fused = copy.deepcopy(plain)
     for model, is_fused in ((plain, False), (fused, True)):
         if is_fused and order == "fuse first":
@@ -68,9 +94,23 @@ def batch(device, padding="right"):
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-def step(model, weights=(1.0, 0.3), **inputs):
-    """Return TRL's output and the adapters' gradients of a sum of log_probs and entropy."""
-    output = model(**inputs, fused_lm_head=True)
+def from_logits(model, temperature, **inputs):
+    """Return TRL's output from plain logits. TRL's own head leaves out lm_head's adapter."""
+    labels = inputs.pop("labels")[:, 1:]
+    logits = model(**inputs).logits[:, :-1]
+    whole = torch.eye(logits.shape[-1], device=logits.device)
+    *fields, loss = eager(logits, whole, labels, temperature=temperature)
+    named = dict(zip(EAGER_FIELDS, fields, strict=True))
+    return utils.FusedCausalLMOutput(**named, label_mask=labels != -100, loss=loss)
+
+
+def step(model, weights=(1.0, 0.3), temperature=None, **inputs):
+    """Return TRL's output and the adapters' gradients of a sum of log_probs and entropy.
+    temperature: take them from the logits at this temperature."""
+    if temperature is None:
+        output = model(**inputs, fused_lm_head=True)
+    else:
+        output = from_logits(model, temperature, **inputs)
     factors = torch.arange(output.log_probs.numel(), device=output.log_probs.device) % 5 - 2.0
     score = sum(
         (getattr(output, name) * factors.view(output.log_probs.shape)).sum() * weight
@@ -83,8 +123,9 @@ def step(model, weights=(1.0, 0.3), **inputs):
     return output, gradients
 
 
-def assert_same(fused, plain, **inputs):
-    (got, got_gradients), (want, gradients) = (step(one, **inputs) for one in (fused, plain))
+def assert_same(fused, plain, temperature=None, **inputs):
+    got, got_gradients = step(fused, **inputs)
+    want, gradients = step(plain, temperature=temperature, **inputs)
     assert type(got) is type(want)
     for name in FIELDS:
         one, wanted = getattr(got, name), getattr(want, name)
@@ -104,11 +145,28 @@ def assert_same(fused, plain, **inputs):
     [(name, order) for name in MODELS for order in ORDERS],
 )
 def test_the_fields_and_gradients_are_those_of_trls_head(name, order, answered, device):
-    family, config, head = MODELS[name]
-    fused, plain = pair(device, order, family=family, config=config, **head)
+    made, head = MODELS[name]
+    fused, plain = pair(device, order, **made, **head)
     assert_same(fused, plain, **batch(device))
     assert len(answered) == 1
     assert report(fused).fused["cross_entropy"] == [NAME]
+
+
+@pytest.mark.filterwarnings("error:a fused ", "ignore:Model with `tie_word")
+@pytest.mark.parametrize("name", ADAPTED_HEADS)
+def test_a_heads_adapter_is_in_the_fields_and_gets_gradients(name, answered, device):
+    made, head = ADAPTED_HEADS[name], {"temperature": 0.7, "outputs": OUTPUTS}
+    fused, plain = pair(device, "TRL first", **made, **head)
+    assert_same(fused, plain, temperature=0.7, **batch(device))
+    trained = {name for name in step(fused, **batch(device))[1] if "lm_head" in name}
+    assert trained == {n for n, p in plain.named_parameters() if "lm_head.lora_" in n}
+    with fused.disable_adapter(), plain.disable_adapter(), torch.no_grad():  # a reference pass
+        got, want = (
+            fused(**batch(device), fused_lm_head=True),
+            from_logits(plain, 0.7, **batch(device)),
+        )
+    torch.testing.assert_close(got.log_probs, want.log_probs, rtol=2e-5, atol=2e-5)
+    assert len(answered) == 3
 
 
 @pytest.mark.filterwarnings("error:a fused ")
@@ -152,6 +210,47 @@ def test_without_a_trainer_nothing_answers_trls_call(device):
     fuse(fused, LOSS)
     with pytest.raises(ValueError, match="fused_lm_head=True is a call of TRL's trainers"):
         fused(**batch(device), fused_lm_head=True)
+
+
+NOT_OURS = {  # what is done to an adapted head, and why TRL's own then runs
+    "dropout": (lambda head: readapt(head, lora_dropout=0.5), "lora_dropout is 0.5, set it to 0.0"),
+    "DoRA": (lambda head: readapt(head, use_dora=True), "it uses DoRA"),
+    "two active": (add_active, "choose one with set_adapter"),
+    "hooks": (lambda head: head.register_forward_hook(lambda *_: None), "it has hooks"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_OURS)
+def test_an_adapter_that_is_not_computed_is_said_to_stay_untrained(name, answered, device):
+    change, why = NOT_OURS[name]
+    fused, plain = pair(device, "TRL first", lora=ADAPTED)
+    for model in (fused, plain):
+        change(model.get_base_model().lm_head)
+    reason = f"TRL's head would not train lm_head's adapter: {why}"
+    with pytest.warns(UserWarning, match=f"a fused Qwen2ForCausalLM stepped aside: {reason}"):
+        assert_same(fused, plain, **batch(device))
+    assert report(fused).left[NAME].startswith(reason)
+    with pytest.raises(ValueError, match=f"fuses no module: {reason}"):
+        fuse(plain, LOSS)
+    assert not answered
+
+
+def test_a_trainer_trains_a_heads_adapter_in_a_model_without_peft_around_it(
+    answered, tmp_path, device
+):
+    """TRL's trainers refuse it in a PeftModel, and ignore it in this one."""
+    model = base_model(device, attn_implementation="sdpa", num_hidden_layers=1)
+    model = inject_adapter_in_model(LoraConfig(**ADAPTED), model)
+    trainer = trainer_of("SFT", model, tmp_path)
+    fuse(trainer.model, LOSS)
+    trainer.train()
+    assert answered and model.lm_head.lora_B["default"].weight.any()
+
+
+def test_an_adapter_of_a_head_in_4_bits_is_refused(device):
+    lora = ADAPTED | {"change": partial(quantised, only="lm_head")}
+    with pytest.raises(ValueError, match="lm_head's adapter: its weight is in 4 bits, load that"):
+        pair(device, "TRL first", lora=lora)
 
 
 @pytest.mark.parametrize("order", ORDERS)

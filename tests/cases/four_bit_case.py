@@ -8,7 +8,7 @@ from bitsandbytes.functional import dequantize_4bit
 from torch import nn
 
 
-def quantised(model, only="", compute_dtype: Any = "the model's", **options):
+def quantised(model, only=".layers.", compute_dtype: Any = "the model's", **options):
     """Put bitsandbytes' linear layers into a model's decoder layers, in place, as transformers does
     when it loads a model in 4 bits.
 
@@ -18,7 +18,7 @@ def quantised(model, only="", compute_dtype: Any = "the model's", **options):
         compute_dtype = model.dtype
     options = {"quant_type": "nf4", "compress_statistics": True} | options
     for name, linear in list(model.named_modules()):
-        if type(linear) is nn.Linear and ".layers." in name and only in name:
+        if type(linear) is nn.Linear and only in name:
             packed = bnb.Linear4bit(
                 linear.in_features, linear.out_features, linear.bias is not None,
                 compute_dtype=compute_dtype, **options,
