@@ -146,24 +146,33 @@ def test_a_trainer_with_reference_adapters_logs_what_it_logs_of_plain_peft(
         assert entry == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
+IN_REWARDS = ("rewards/chosen", "rewards/rejected")
+STARTS = {  # what the first step logs while B is 0, and which numbers of the others are compared
+    "DPO": ({"loss": torch.tensor(2.0).log().item()} | dict.fromkeys(IN_REWARDS, 0.0), IN_REWARDS),
+    "KTO": ({"loss": 0.5, "kl": 0.0} | dict.fromkeys(IN_REWARDS, 0.0), IN_REWARDS),
+    "GRPO": ({"loss": 0.0, "kl": 0.0}, ("entropy",)),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:a fused ")
-def test_in_bf16_dpo_starts_at_ln_2_and_its_rewards_are_as_near_to_the_truth(tmp_path, device):
+@pytest.mark.parametrize("kind", STARTS)
+def test_in_bf16_a_policy_starts_as_its_reference_and_stays_as_near_to_the_truth(
+    kind, tmp_path, device
+):
     """Base weights in bf16, adapters in fp32, and the autocast that accelerate puts around both."""
-    rewards = []
+    start, compared = STARTS[kind]
+    found = []
     for is_fused, is_truth in ((True, False), (False, False), (False, True)):
         model = base_model(device, dtype=torch.bfloat16, attn_implementation="sdpa", **ONE_LAYER)
         model = model.float() if is_truth else model
-        trainer = trainer_of("DPO", model, tmp_path, max_steps=3, bf16=not is_truth)
+        trainer = trainer_of(kind, model, tmp_path, max_steps=3, bf16=not is_truth)
         if is_fused:
             fuse(trainer.model)
         first, *others, _ = logged_by(trainer)
-        assert first["loss"] == torch.tensor(2.0).log().item()
-        assert first["rewards/chosen"] == first["rewards/rejected"] == 0.0
-        rewards.append(
-            torch.tensor([e[f"rewards/{name}"] for e in others for name in ("chosen", "rejected")])
-        )
-    assert_within_budget("rewards", *rewards)
+        assert first | start == first
+        found.append(torch.tensor([entry[name] for entry in others for name in compared]))
+    assert_within_budget(", ".join(compared), *found)
 
 
 # --- graphs ---------------------------------------------------------------------------------------
