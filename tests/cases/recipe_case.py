@@ -136,7 +136,8 @@ class _AccelerateLoop(_Loop):
 
 class _Lightning(_Loop):
     def train(self):
-        lightning = pytest.importorskip("lightning", reason="wants lightning, which nothing needs")
+        wanted = "wants lightning, of dev/requirements/dev.txt"
+        lightning = pytest.importorskip("lightning", reason=wanted)
         loop = self
 
         class Module(lightning.LightningModule):
