@@ -222,7 +222,7 @@ def test_inputs_that_do_not_fit_are_a_value_error(name, value, message, case):
 @pytest.mark.alone
 @pytest.mark.parametrize(("trained", "most_gib"), [(("hidden",), 2.6), (("hidden", "weight"), 6.0)])
 def test_8192_tokens_fit_in_memory_and_time(trained, most_gib, monkeypatch, device):
-    """8,192 tokens x 4,096 features x 151,936 words: at most 80 ms and 6 GiB on an H100."""
+    """8,192 tokens x 4,096 features x 151,936 words: at most 80 ms on an H100 or H200."""
     monkeypatch.undo()
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs 12 GB of free GPU memory")
@@ -252,5 +252,8 @@ def test_8192_tokens_fit_in_memory_and_time(trained, most_gib, monkeypatch, devi
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     gib = (torch.cuda.max_memory_allocated() - before) / 2**30
-    print(f"{trained}: {sorted(times)[2]:.1f} ms, {gib:.2f} GiB beside hidden and weight")
+    ms = sorted(times)[2]
+    print(f"{trained}: {ms:.1f} ms, {gib:.2f} GiB beside hidden and weight")
     assert gib <= most_gib
+    if torch.cuda.get_device_name() in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        assert ms <= 80  # 31 ms, and 65 with the weight's gradient
