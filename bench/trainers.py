@@ -4,8 +4,9 @@
 
 SFT packs chats into rows; "padded SFT", DPO and GRPO pad them. Weights are random, chats are ours,
 and all runs see the same ones. Each computes its library's own loss, so memory differs by that too.
-Steps are timed by the wall, generation included. In the first 40 a trainer captures a graph for
-each of up to eight lengths. --no-checkpointing keeps all activations. Needs trl, and a GPU.
+Steps are timed by the wall, for GRPO also without generation. In the first 40 a trainer captures a
+graph for each of up to eight lengths. --no-checkpointing keeps all activations. Plain PEFT a second
+time, --runs "plain PEFT" fused "plain PEFT", shows the noise. Needs trl, and a GPU.
 """
 
 import argparse
@@ -41,6 +42,7 @@ LORA = Lora(rank=32, alpha=64)
 
 class Speed(NamedTuple):
     ms_per_step: float
+    generation_ms: float  # of each step; 0 where a trainer generates nothing
     tokens_per_s: float  # those with a label; 0 where the trainer makes labels itself
     peak_gib: float  # reserved; 0 without a GPU
     loss: float  # the mean of all steps
@@ -144,6 +146,7 @@ def measure(send: Any, kind: str, run: str, asked: argparse.Namespace, checkpoin
     from transformers import TrainerCallback
 
     labels: list[torch.Tensor] = []
+    generation_s: list[float] = []
 
     class Clock(TrainerCallback):
         began = 0.0
@@ -152,6 +155,7 @@ def measure(send: Any, kind: str, run: str, asked: argparse.Namespace, checkpoin
             if state.global_step == asked.warm_up:
                 synchronize()
                 labels.clear()
+                generation_s.clear()
                 self.began = time.perf_counter()
 
     with TemporaryDirectory() as folder:
@@ -172,6 +176,8 @@ def measure(send: Any, kind: str, run: str, asked: argparse.Namespace, checkpoin
             return step(model, inputs, *others, **options)
 
         trainer.training_step = counted_step
+        if kind == "GRPO":
+            trainer._generate = timed(trainer._generate, generation_s)
         if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
         loss = trainer.train().training_loss
@@ -181,7 +187,22 @@ def measure(send: Any, kind: str, run: str, asked: argparse.Namespace, checkpoin
             send(str(graphs))
     tokens = sum(int((one != -100).sum()) for one in labels)
     peak_gib = torch.cuda.max_memory_reserved() / 2**30 if ON_GPU else 0.0
-    send(Speed(1e3 * seconds / asked.steps, tokens / seconds, peak_gib, loss))
+    ms_per_step, generation_ms = (1e3 * one / asked.steps for one in (seconds, sum(generation_s)))
+    send(Speed(ms_per_step, generation_ms, tokens / seconds, peak_gib, loss))
+
+
+def timed(function: Any, seconds: list[float]) -> Any:
+    """Return the function. Each call adds how long it took, from an idle GPU to an idle GPU."""
+
+    def call(*given: Any, **options: Any) -> Any:
+        synchronize()
+        began = time.perf_counter()
+        result = function(*given, **options)
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+        return result
+
+    return call
 
 
 def synchronize() -> None:
@@ -198,28 +219,31 @@ def row_of(kind: str, run: str, speed: Speed, plain: Speed | None) -> str:
     else:
         speedup = f"{plain.ms_per_step / speed.ms_per_step:.2f}"
     tokens = f"{speed.tokens_per_s:,.0f}" if speed.tokens_per_s else "-"
+    rest_ms = f"{speed.ms_per_step - speed.generation_ms:,.0f}" if speed.generation_ms else "-"
     return (
-        f"| {kind} | {run} | {speed.ms_per_step:,.0f} | {tokens} | {speedup} | "
+        f"| {kind} | {run} | {speed.ms_per_step:,.0f} | {rest_ms} | {tokens} | {speedup} | "
         f"{speed.peak_gib:.1f} | {speed.loss:.4f} |"
     )
 
 
 def measure_all(asked: argparse.Namespace, checkpoint: Path, rows: list[str]) -> bool:
     """Add the rows of all runs, in which failed ones have their error. Return True if none did."""
-    rows += [
-        "| trainer | run | ms a step | labelled tokens/s | speedup | peak GiB | loss |",
-        "| --- " * 7 + "|",
-    ]
+    columns = (
+        "trainer", "run", "ms a step", "ms without generation", "labelled tokens/s", "speedup",
+        "peak GiB", "loss",
+    )  # fmt: skip
+    rows += [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     all_ran = True
     for kind in asked.kinds:
         plain = None
-        for run in (one for one in RUNS[kind] if one in asked.runs):
+        for run in (one for one in asked.runs if one in RUNS[kind]):
             speed = processes.result_of(Speed, measure, kind, run, asked, checkpoint)
             if isinstance(speed, str):
                 all_ran = False
-                rows.append(f"| {kind} | {run} | {speed} | - | - | - | - |")
+                rows.append(f"| {kind} | {run} | {speed}" + " | -" * 5 + " |")
             else:
-                plain = speed if run == PLAIN else plain
+                if run == PLAIN and plain is None:
+                    plain = speed
                 rows.append(row_of(kind, run, speed, plain))
             print(rows[-1], flush=True)
     return all_ran
@@ -232,7 +256,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default=str(HERE / "configs" / usual_model),
                         help="(default: Qwen2.5-3B, or a tiny one without a GPU)")  # fmt: skip
     parser.add_argument("--kinds", nargs="+", choices=[*RUNS], default=[*RUNS])
-    parser.add_argument("--runs", nargs="+", choices=RUNS["SFT"], default=RUNS["SFT"])
+    parser.add_argument("--runs", nargs="+", choices=RUNS["SFT"], default=RUNS["SFT"],
+                        help="in this order, each compared with the first plain PEFT")  # fmt: skip
     parser.add_argument("--base", choices=BASES, default=BF16)
     parser.add_argument("--no-checkpointing", action="store_false", dest="checkpointing")
     parser.add_argument("--cache", type=Path, default=HERE / ".cache")

@@ -32,6 +32,30 @@ def test_each_run_has_a_row_and_one_that_fails_leaves_its_error_there(
     assert float(graphed["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-4)
     assert unsloth["speedup"] == "-" and plain["speedup"] == "1.00"
     assert float(plain["loss"]) > 1 and graphed["labelled tokens/s"] != "-"
+    assert plain["ms without generation"] == "-"
+
+
+@pytest.mark.slow
+def test_grpo_is_timed_without_generation_and_plain_peft_may_run_twice(
+    capsys, tmp_path, monkeypatch
+):
+    pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
+    monkeypatch.setattr(processes, "_Process", InThread)
+    chats = trainers.data_of("GRPO")[:4]
+    monkeypatch.setattr(trainers, "data_of", lambda kind: chats)
+    model = str(trainers.HERE / "configs" / "tiny.json")
+    runs = [trainers.PLAIN] * 2
+    asked = ["--model", model, "--kinds", "GRPO", "--cache", str(tmp_path), "--completion", "2"]
+    assert trainers.main([*asked, *SIZES, "--batch-size", "2", "--runs", *runs]) == 0
+    printed = capsys.readouterr().out
+    rows = rows_in(printed[printed.rindex("| trainer") :])
+    assert [row["run"] for row in rows] == runs
+    step_ms, rest_ms = (
+        [float(row[one].replace(",", "")) for row in rows]
+        for one in ("ms a step", "ms without generation")
+    )
+    assert all(0 < rest < step for rest, step in zip(rest_ms, step_ms, strict=True))
+    assert float(rows[1]["speedup"]) == pytest.approx(step_ms[0] / step_ms[1], abs=0.02)
 
 
 @pytest.mark.parametrize(
