@@ -54,7 +54,7 @@ class Found(NamedTuple):
 def find_class(given: str) -> tuple[type, dict]:
     """Return a model class, and the settings of its config.json, if that was given."""
     config = json.loads(Path(given).read_text()) if given.endswith(".json") else {}
-    name = config.get("architectures", [given])[0]
+    name = (config.get("architectures") or [config.get("model_type", given)])[0]
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, name)
     if not name.endswith(ENDS) or not hasattr(transformers, name):
         raise SystemExit(

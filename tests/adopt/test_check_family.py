@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import HeliumConfig
 
 from fused_lora.adopt.families import FAMILIES, KINDS
 
@@ -30,16 +31,23 @@ def test_a_familys_own_lines_are_shown():
     assert any("get_llama_4_attn_scale" in line for line in found.difference)
 
 
-def test_the_command_prints_rows_and_what_a_tiny_model_answers(capsys, monkeypatch):
+@pytest.mark.parametrize("given", ["helium", "config.json"])
+def test_the_command_prints_rows_and_what_a_tiny_model_answers(
+    given, capsys, monkeypatch, tmp_path
+):
+    if given == "config.json":
+        HeliumConfig(attention_bias=True).save_pretrained(tmp_path)
+        given = str(tmp_path / given)
     table = {kind: dict(forms) for kind, forms in check_family.families.FORMS.items()}
     monkeypatch.setattr(check_family.families, "FORMS", table)
     monkeypatch.setattr(check_family.known, "FORMS", table)
-    check_family.main("helium")
+    check_family.main(given)
     check_family.known._form_of.cache_clear()
     said = capsys.readouterr().out
     assert "HeliumMLP runs the code of LlamaMLP: MLPForm()" in said
     assert "HeliumRMSNorm is not known" in said
     assert "\n| Helium | fused | some | – | – |" in said
+    assert ("'attention_bias': True" in said) is given.endswith(".json")
 
 
 def test_what_names_no_model_is_refused():
