@@ -3,11 +3,13 @@
     python -m bench.families qwen3_5_text --layers 8
     python -m bench.families gpt_oss --layers 2 --set num_local_experts=32
     python -m bench.families configs/qwen3-8b.json --layers 24
+    python -m bench.families lfm2 --layers 3 --set 'layer_types=["conv", "conv", "full_attention"]'
 
 A family is a model_type of transformers, in its default sizes, or a config.json. --layers keeps
 only the first ones, because plain PEFT needs the memory. All runs have the same random weights and
 tokens: a base in bf16, fp32 adapters with rank 16 on all linear layers, and 8 rows of 512 tokens,
-without checkpointing. GPU time is how long kernels run in a step, the mean of three.
+without checkpointing. PEFT counts the experts of some mixtures as linear layers; --experts adds
+those of the others. GPU time is how long kernels run in a step, the mean of three.
 """
 
 import argparse
@@ -34,6 +36,7 @@ RANK, ALPHA = 16, 32
 WARM_UP, PROFILED = 6, 3
 MOST_WORDS = 32_000  # of the vocabulary
 SIZES = {"--batch-size": 8, "--tokens": 512}
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 ON_GPU = torch.cuda.is_available()
 
 
@@ -45,10 +48,13 @@ class StepTime(NamedTuple):
     loss: float  # of the first step
 
 
-def write_config(family: str, layers: int | None, changed: dict[str, int], cache: Path) -> Source:
+def write_config(
+    family: str, layers: int | None, changed: dict[str, Any], cache: Path, experts: bool = False
+) -> Source:
     """Write the configuration of a family's first layers. Return the model that has it.
 
-    Raises ValueError if transformers has no such causal language model.
+    Raises ValueError if transformers has no such causal language model, or no experts in it that
+    are to be adapted.
     """
     from transformers import (
         CONFIG_MAPPING,
@@ -70,7 +76,7 @@ def write_config(family: str, layers: int | None, changed: dict[str, int], cache
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{unknown}; give a decoder, such as gpt_oss")
     for name in changed:
-        if not hasattr(config, name):
+        if name not in config.to_dict():
             raise ValueError(f"--set {name}: the configuration of {family} has no such value")
     if layers is not None:
         if (there := getattr(config, "num_hidden_layers", None)) is None:
@@ -84,10 +90,12 @@ def write_config(family: str, layers: int | None, changed: dict[str, int], cache
     }
     try:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     except Exception as error:  # of many kinds
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{family}: transformers does not take these sizes ({reason})") from None
+    if experts and not any(name.endswith(EXPERTS) for name, _ in model.named_parameters()):
+        raise ValueError(f"{family}: it has no {EXPERTS[0]}; leave --experts out")
     text = json.dumps(values)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     path = cache / "families" / f"{Path(family).stem}-{digest}.json"
@@ -107,30 +115,29 @@ def first_layers(config: Any, layers: int) -> dict[str, Any]:
     return values | {"num_hidden_layers": layers}
 
 
-def family_model(run: str, checkpoint: Path, tokens: int) -> Any:
+def family_model(run: str, checkpoint: Path, asked: argparse.Namespace) -> Any:
     """Return the model with new adapters, in training mode."""
     if run == UNSLOTH:
         from unsloth import FastLanguageModel
 
         model, _ = FastLanguageModel.from_pretrained(
-            str(checkpoint), max_seq_length=tokens, dtype=torch.bfloat16, load_in_4bit=False,
+            str(checkpoint), max_seq_length=asked.tokens, dtype=torch.bfloat16, load_in_4bit=False,
             local_files_only=True, use_exact_model_name=True, use_gradient_checkpointing=False,
         )  # fmt: skip
         model = FastLanguageModel.get_peft_model(
-            model, r=RANK, lora_alpha=ALPHA, max_seq_length=tokens,
-            target_modules=linear_names(model) + adapted_experts(checkpoint),
+            model, r=RANK, lora_alpha=ALPHA, max_seq_length=asked.tokens,
+            target_modules=linear_names(model) + adapted_experts(checkpoint, asked.experts),
             use_gradient_checkpointing=False,
         )  # fmt: skip
     else:
-        from peft import LoraConfig, get_peft_model
+        from peft import get_peft_model
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.bfloat16 if ON_GPU else torch.float32,
-            device_map={"": 0} if ON_GPU else None,
+            device_map={"": 0} if ON_GPU else None, attn_implementation=asked.attention,
         )  # fmt: skip
-        lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
-        model = get_peft_model(model, lora)
+        model = get_peft_model(model, lora_config(asked.experts))
     model.config.use_cache = False
     torch.manual_seed(0)
     with torch.no_grad():
@@ -140,15 +147,25 @@ def family_model(run: str, checkpoint: Path, tokens: int) -> Any:
     return model.train()
 
 
-def adapted_experts(checkpoint: Path) -> list[str]:
-    """Return the names of the experts' weights that PEFT means by "all-linear"."""
-    from peft import LoraConfig, get_peft_model
+def lora_config(experts: bool) -> Any:
+    from peft import LoraConfig
+
+    added = [*EXPERTS] if experts else None
+    return LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", target_parameters=added
+    )
+
+
+def adapted_experts(checkpoint: Path, experts: bool) -> list[str]:
+    """Return the names of the experts' weights that PEFT adapts: "all-linear" may mean some."""
+    from peft import get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
-        adapted: Any = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+        adapted: Any = get_peft_model(model, lora_config(experts))
     names = adapted.peft_config["default"].target_parameters or ()
+    names = {name.removeprefix("experts.") for name in names}
     return sorted(name for name in names if "." not in name)  # others are routers
 
 
@@ -156,7 +173,7 @@ def time_family(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace
     """Train, and send what `fuse` reports, then the step."""
     if run == UNSLOTH:
         import unsloth  # noqa: F401
-    model = family_model(run, checkpoint, asked.tokens)
+    model = family_model(run, checkpoint, asked)
     if run == FUSED:
         from fused_lora import fuse
 
@@ -219,14 +236,16 @@ def time_all(asked: argparse.Namespace, sources: dict[str, Source], rows: list[s
     return all_ran
 
 
-def parse_changes(pairs: list[str]) -> dict[str, int]:
-    """Return what --set changes. Raises ValueError for anything but NAME=NUMBER."""
+def parse_changes(pairs: list[str]) -> dict[str, Any]:
+    """Return what --set changes. Raises ValueError for anything but NAME=VALUE, in JSON."""
     changed = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
-        if not name or not value.isdecimal():
-            raise ValueError(f"--set {pair}: give NAME=NUMBER, such as num_local_experts=32")
-        changed[name] = int(value)
+        try:
+            changed[name] = json.loads(value)
+        except ValueError:
+            example = "num_local_experts=32"
+            raise ValueError(f"--set {pair}: give NAME=VALUE, such as {example}") from None
     return changed
 
 
@@ -236,8 +255,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("families", nargs="+", metavar="FAMILY", help="a model_type, or a file")
     parser.add_argument("--layers", type=int, metavar="N",
                         help="take the first N, 4 or more of Qwen3.5")  # fmt: skip
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER", dest="pairs",
-                        help="change a size; may be given again")  # fmt: skip
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="pairs",
+                        help="change a value, in JSON; may be given again")  # fmt: skip
+    parser.add_argument("--experts", action="store_true",
+                        help="adapt experts that all-linear leaves out")  # fmt: skip
+    parser.add_argument("--attention", choices=("eager", "sdpa"),
+                        help="of plain PEFT and fused (default: transformers chooses)")  # fmt: skip
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="(default: all)")
     parser.add_argument("--cache", type=Path, default=HERE / ".cache", metavar="FOLDER",
                         help="folder for the weights (default: .cache)")  # fmt: skip
@@ -278,7 +301,10 @@ def checked_sources(asked: argparse.Namespace) -> dict[str, Source]:
         if value is not None and value < 1:
             raise ValueError(f"{flag} is {value}: give 1 or more")
     changed, cache = parse_changes(asked.pairs), asked.cache.resolve()
-    return {one: write_config(one, asked.layers, changed, cache) for one in asked.families}
+    return {
+        one: write_config(one, asked.layers, changed, cache, asked.experts)
+        for one in asked.families
+    }
 
 
 if __name__ == "__main__":

@@ -35,13 +35,20 @@ def test_each_run_of_a_family_has_a_row(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "names"), [("qwen3_moe", ["down_proj", "gate_up_proj"]), ("olmo3", [])]
+    ("family", "experts", "names"),
+    [
+        ("qwen3_moe", False, ["down_proj", "gate_up_proj"]),
+        ("qwen3_moe", True, ["down_proj", "gate_up_proj"]),
+        ("gpt_oss", False, []),
+        ("gpt_oss", True, ["down_proj", "gate_up_proj"]),
+        ("olmo3", False, []),
+    ],
 )
-def test_unsloth_adapts_the_experts_that_peft_adapts(family, names, tmp_path):
+def test_unsloth_adapts_the_experts_that_peft_adapts(family, experts, names, tmp_path):
     changed = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "pad_token_id": 0}
     folder = families.write_config(family, 1, changed, tmp_path).config.parent
     (folder / "config.json").write_text(next(folder.glob("*-*.json")).read_text())
-    assert families.adapted_experts(folder) == names
+    assert families.adapted_experts(folder, experts) == names
 
 
 def test_two_files_of_one_name_are_two_models(tmp_path):
@@ -58,12 +65,17 @@ def test_two_files_of_one_name_are_two_models(tmp_path):
     assert not any("quantization_config" in one for one in written)
 
 
-def test_values_for_each_layer_are_cut_with_the_layers():
+def test_values_for_each_layer_are_cut_with_the_layers_and_may_be_set(tmp_path):
     config = AutoConfig.for_model("gemma4_text")
     cut = families.first_layers(config, 12)
     assert cut["num_hidden_layers"] == len(cut["layer_types"]) == 12
     assert cut["layer_types"] == config.layer_types[:12]
     assert AutoConfig.for_model(**cut).to_dict() == cut
+    types = ["sliding_attention", "full_attention"]
+    pairs = [f"layer_types={json.dumps(types)}", "head_dim=128"]
+    source = families.write_config("gemma4_text", 2, families.parse_changes(pairs), tmp_path)
+    written = json.loads(source.config.read_text())
+    assert (written["layer_types"], written["head_dim"]) == (types, 128)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +87,8 @@ def test_values_for_each_layer_are_cut_with_the_layers():
         (["qwen3_5", "--layers", "2"], "--layers needs a text model; give qwen3_5_text"),
         (["olmo3", "--layers", "0"], "--layers is 0: give 1 or more"),
         (["olmo3", "--layers", "100"], "--layers is 100: olmo3 has 32"),
-        (["olmo3", "--set", "hidden_size"], "--set hidden_size: give NAME=NUMBER"),
+        (["olmo3", "--set", "hidden_size"], "--set hidden_size: give NAME=VALUE"),
+        (["olmo3", "--layers", "1", "--experts"], "olmo3: it has no experts.gate_up_proj; leave"),
         (["olmo3", "--set", "hidden=5"], "--set hidden: the configuration of olmo3 has no such"),
         (["olmo3", "--set", "hidden_size=0"], "olmo3: transformers does not take these sizes ("),
     ],
