@@ -164,14 +164,16 @@ def merge_only(paths: list[Path], folder: Path | None) -> int:
 
 def fits_only(gib: float, folder: Path) -> int:
     """Print the variants that train fastest in `gib` GiB of GPU memory, from the results in a
-    folder. Of the published results we take the suite, which has more variants, and then every run
-    on a base in 4 bits."""
+    folder. Of the published results we take the suite, which has more variants, and then each
+    model's newest run on a base in 4 bits."""
     if not gib > 0:
         raise ValueError(f"--fits {gib:g}: give more than 0 GiB")
     if folder.resolve() == HERE:
         from report.committed import loaded, suite_path
 
-        runs = [store.load(suite_path()), *loaded("*/nf4*").values()]
+        in_4_bits = sorted(loaded("*/nf4*").values(), key=lambda run: run.started_utc)
+        newest = {run.experiment.model: run for run in in_4_bits}
+        runs = [store.load(suite_path()), *newest.values()]
     else:
         runs = [_loaded_from(folder, "--fits")]
     tables = [fits_table(run, gib) for run in runs]

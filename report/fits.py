@@ -105,7 +105,8 @@ def fits_table(run: Run, gib: float) -> str:
         f"Ranked by the speedup over {' or '.join(sorted(map(title_of, references)))}, measured in "
         "the same rounds; what has none comes last. Milliseconds are medians of a variant's own "
         "rounds: those of two variants may be of different runs, and do not rank them. Measured: "
-        f"{run.experiment.model}{on_base(run)}, {run.environment.device}."
+        f"{run.experiment.model}{on_base(run)}, batch {run.experiment.batch_size}, "
+        f"{run.environment.device}."
     )
     header = ["tokens", f"fits{on_base(run)}", "speedup", "step, ms", "reserved, GiB"]
     return f"{markdown_table(header, lines)}\n\n{said}"
