@@ -4,22 +4,23 @@ stand for. Other tests hold those against plain PEFT."""
 import copy
 import gc
 import weakref
+from collections import Counter
 from itertools import cycle
 
 import bitsandbytes as bnb
 import pytest
 import torch
-from cases.four_bit_case import dequantised, prepared, quantised, rest_in_fp32
-from cases.fused_case import ALL, SHORT, assert_close, assert_same, batch, step, steps, values_of
+from cases.four_bit_case import dequantised, quantised, rest_in_fp32
+from cases.fused_case import ALL, SHORT, assert_close, assert_same, batch, step, values_of
 from cases.layer_case import EVERYTHING, LAYER, NAMES, layer_of, peft_model, tokens
 from cases.peft_models import assert_equal
-from cases.reference import assert_within_budget
 from torch.utils.checkpoint import checkpoint
 
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.documents import takes_documents
 from fused_lora.adopt.foreign.forwards import owner_of
 from fused_lora.adopt.layer import borders_of
+from fused_lora.kernels.dequantize_4bit import Dequantize4bit
 
 
 def pair(device, fusion=LAYER, four_bit=None, **options):
@@ -55,12 +56,26 @@ FORMS = {
     ),
     "o and down alike": ({}, {"config": {"intermediate_size": 52}}),
     "another rank in each": ({}, {"rank_pattern": {r"0\..*(q|up)_proj": 3, "down_proj": 12}}),
+    "fp16": ({}, {"dtype": torch.float16, "autocast_adapter_dtype": False}),
+    "adapters in bf16": ({}, {"autocast_adapter_dtype": False}),
+    "trained biases": ({}, {"bias": "all"}),
+    "trained norms": (
+        {}, {"modules_to_save": ["input_layernorm", "post_attention_layernorm"]}
+    ),
+    "packed rows": ({}, {"config": {"head_dim": 32}}),
+    "padded rows": ({}, {}),
 }  # fmt: skip
+# Inputs beside the tokens, [2, SHORT].
+INPUTS = {
+    "packed rows": {"position_ids": [[0, 1, 2, 0, 1]] * 2},
+    "padded rows": {"attention_mask": [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]},
+}
 
 
 BY_PARTS = (
     "double", "down alone", "q and gate among others", "one layer for q, k and v",
     "norms that add one", "dropout", "adapters in the first of three layers",
+    "adapters in bf16", "trained biases", "packed rows", "padded rows",
 )  # fmt: skip
 # The functions that run, where layers run whole and where they cannot.
 WHOLE, PARTS = {"DecoderLayer"}, {"LoRA_MLP", "LoRA_Attention"}
@@ -88,44 +103,18 @@ def test_it_runs_as_on_what_its_weights_stand_for(fusion, form, functions, polic
     fusion = Fusion(**vars(fusion) | {"checkpoint": policy})
     four_bit, options = FORMS[form]
     options = {"dtype": torch.bfloat16} | options
+    inputs = {k: torch.tensor(v, device=device) for k, v in INPUTS.get(form, {}).items()}
 
     def gradients(change):
         model = peft_model(device, change=change, **options)
         fuse(model, fusion, strict=False)
         torch.manual_seed(0)  # of dropout
-        return step(model, length=SHORT)
+        return step(model, length=SHORT, **inputs)
 
     got = gradients(lambda base: quantised(base, **four_bit))
     want = gradients(lambda base: dequantised(quantised(base, **four_bit)))
     assert got.functions == want.functions and functions <= got.functions.keys()
     assert_equal(got, want)
-
-
-@pytest.mark.slow("Qwen2-offload")
-@pytest.mark.parametrize(
-    ("family", "policy"),
-    [("Qwen2", "offload"), ("Qwen3", "none"), ("Gemma3Text", "offload"), ("Olmo2", "none")],
-)
-def test_a_prepared_model_is_within_the_error_budget_of_autocast(family, policy, device):
-    made = {"family": family, "dtype": torch.bfloat16}
-    plain = peft_model(device, change=prepared, **made)
-    truth = peft_model(device, change=lambda base: dequantised(quantised(base)), **made).double()
-    fused = copy.deepcopy(plain)
-    fuse(fused, Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=policy))
-    assert step(fused, autocast=True, length=SHORT).functions["DecoderLayer"] == 2
-    got, eager = (steps(model, True, length=9) for model in (fused, plain))
-    exact = steps(truth, length=9)
-    del exact["loss"]  # a mean over tokens, so eager's own error may cancel by chance
-    for name in exact:
-        assert got[name].dtype == eager[name].dtype, name
-        assert_within_budget(name, got[name], eager[name], exact[name])
-
-
-def test_a_prepared_model_without_autocast_steps_aside(device):
-    fused = peft_model(device, dtype=torch.bfloat16, change=prepared)
-    fuse(fused, LAYER)
-    with pytest.warns(UserWarning, match="computation torch.float32: give all one dtype"):
-        assert step(fused, length=SHORT).functions == {}
 
 
 def test_a_model_is_near_plain_peft(device):
@@ -188,6 +177,37 @@ def test_parts_take_turns_in_one_memory_which_goes_with_the_model(device):
         assert [one() for one in memory] == [None] * 2
     finally:
         gc.enable()
+
+
+# Checkpointing, "" for the model's own, and how often it has the last layer's weights written.
+WRITES = {"none": 1, "full": 1, "offload": 1, "selective": 1, "": 2}
+
+
+@pytest.mark.slow("none-fusion0", "full-fusion1", "own-fusion0")
+@pytest.mark.parametrize("fusion", [EVERYTHING, Fusion(**ALL)])
+@pytest.mark.parametrize(
+    ("policy", "last"), WRITES.items(), ids=[policy or "own" for policy in WRITES]
+)
+def test_weights_are_written_twice_a_step_and_the_last_once(
+    fusion, policy, last, monkeypatch, device
+):
+    """A recompute and the backward after it share what is written, as do the last layer's forward
+    and backward."""
+    written: Counter = Counter()
+    write = Dequantize4bit.write
+
+    def count(self, key, matrices):
+        written[key] += 1
+        write(self, key, matrices)
+
+    monkeypatch.setattr(Dequantize4bit, "write", count)
+    model = peft_model(device, change=quantised)
+    if not policy:
+        model.gradient_checkpointing_enable()
+    gib = 30e3 / 2**30 if policy == "selective" else None
+    fuse(model, Fusion(**vars(fusion) | {"checkpoint": policy, "checkpoint_gib": gib}))
+    functions = step(model, length=SHORT).functions.keys() & (WHOLE | PARTS)
+    assert sorted(written.values()) == sorted([last, 2] * len(functions))
 
 
 # --- parts ----------------------------------------------------------------------------------------

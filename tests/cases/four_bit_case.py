@@ -3,16 +3,19 @@
 import copy
 from typing import Any
 
+import torch
 from bitsandbytes import nn as bnb
 from bitsandbytes.functional import dequantize_4bit
+from peft import prepare_model_for_kbit_training
 from torch import nn
 
 
-def quantised(model, only=".layers.", compute_dtype: Any = "the model's", **options):
+def quantised(model, only=".layers.", compute_dtype: Any = "the model's", is_moved=True, **options):
     """Put bitsandbytes' linear layers into a model's decoder layers, in place, as transformers does
     when it loads a model in 4 bits.
 
-    only: a part of the names of those that it quantises. options: of Linear4bit.
+    only: a part of the names of those that it quantises. is_moved: False leaves them to a move of
+    the model, which quantises them. options: of Linear4bit.
     """
     if compute_dtype == "the model's":
         compute_dtype = model.dtype
@@ -31,15 +34,16 @@ def quantised(model, only=".layers.", compute_dtype: Any = "the model's", **opti
             # where a CPU can, bitsandbytes packs weights anew in inference: 32 rows at a time
             packed.support_avx512bf16_for_cpu = False
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, packed.to(model.device))
+            packed = packed.to(model.device) if is_moved else packed
+            setattr(model.get_submodule(parent), child, packed)
     model.requires_grad_(False)
     model.is_loaded_in_4bit = True
     return model
 
 
 def prepared(model):
-    """Return a quantised model as prepare_model_for_kbit_training leaves it."""
-    return rest_in_fp32(quantised(model))
+    """Return a quantised model as PEFT prepares it."""
+    return prepare_model_for_kbit_training(quantised(model), use_gradient_checkpointing=False)
 
 
 def rest_in_fp32(model):
@@ -50,6 +54,7 @@ def rest_in_fp32(model):
     return model
 
 
+@torch.compiler.set_stance("force_eager")  # bitsandbytes compiles on the CPU: half a minute
 def dequantised(model):
     """Return a copy of a model with plain layers of the weights that its 4 bits stand for."""
     plain = copy.deepcopy(model)
