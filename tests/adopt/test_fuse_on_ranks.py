@@ -158,17 +158,17 @@ def test_two_ranks_train_as_one_process_does_on_all_batches(how, fused):
 
 
 def kept(rank, device, how, fused, folder):
-    """Save sharded adapters, lose and load them, and take the model back."""
+    """Lose and load adapters and optimizer, go on, save, and take the model back."""
     fusion, options = FUSED[fused]
     model = peft_model(device, **options)
-    wrapped_and_fused(model, how, fusion)
+    wrapped = wrapped_and_fused(model, how, fusion)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1)
     tokens = ids(device, rank)[:1, :SHORT]
 
     def step(update):
         """Return the loss. Its backward shards again what the forward gathered."""
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = wrapped(input_ids=tokens, labels=tokens).loss
         loss.backward()
         if update:
             optimizer.step()
@@ -177,20 +177,23 @@ def kept(rank, device, how, fused, folder):
 
     step(update=True)
     want = step(update=False)
-    is_copied = "all" in how or "4 bits" in fused
+    is_copied = how in BY_US or "all" in how or "4 bits" in fused
     for layer in model.get_submodule(LAYERS):
         assert bool(borders_of(layer).scratches) == is_copied  # weights on each rank lie in place
-    saved = get_model_state_dict(model, options=WHOLE)
-    if rank == 0:
-        model.save_pretrained(folder, state_dict=saved)
     states = copy.deepcopy(get_state_dict(model, optimizer, options=ADAPTERS))
     step(update=True)
-    assert step(update=False) != want
+    later = step(update=False)
+    assert later != want
     parts = dict(zip(("model_state_dict", "optim_state_dict"), states, strict=True))
     set_state_dict(model, optimizer, **parts, options=ADAPTERS)
     assert step(update=False) == want
+    step(update=True)
+    assert step(update=False) == later  # the optimizer is back, not only the adapters
+    saved = get_model_state_dict(model, options=WHOLE)
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=saved)
     unfuse(model)
-    return {"loss": want, "unfused": step(update=False), "tokens": tokens}
+    return {"loss": later, "unfused": step(update=False), "tokens": tokens}
 
 
 @pytest.mark.slow("FSDP2, all, before fuse-layer")
@@ -198,7 +201,8 @@ def kept(rank, device, how, fused, folder):
     ("how", "fused"),
     [
         ("FSDP2", "layer"), ("FSDP2", "layer, 4 bits"), ("FSDP2, all, before fuse", "layer"),
-        ("FSDP2, all", "layer, 4 bits"),
+        ("FSDP2, all", "layer, 4 bits"), ("shard_base", "everything, even"),
+        ("shard_base, FSDP2", "everything, even"),
     ],
 )  # fmt: skip
 def test_sharded_adapters_are_saved_loaded_and_unfused(how, fused, tmp_path, device):

@@ -81,7 +81,7 @@ def trained_alone(count, accumulated):
     return losses, weights(model)
 
 
-@pytest.mark.parametrize(("count", "accumulated"), [(2, 1), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("count", "accumulated"), [(2, 1), (2, 3), (4, 1), (4, 3)])
 def test_ranks_train_as_one_process_does_on_their_batches(count, accumulated):
     """Bit by bit where the sums are of two numbers, and on every rank the same."""
     found = on_ranks(count, trained, accumulated)
@@ -275,17 +275,19 @@ def test_ranks_that_train_other_parameters_are_an_error_on_all():
 def failing(rank, device, at):
     step = step_on(device, max_graphs=1)
     own = r"\[3, 6\], labels \[3, 6\] would be graph 2 of max_graphs=1"
-    what = ("ValueError", own) if rank else ("RuntimeError", "which one failed first")
+    what = ("ValueError", own) if rank == 1 else ("RuntimeError", "which one failed first")
     with pytest.raises(getattr(builtins, what[0]), match=what[1]):
         for seed in range(100):
             step(**batch(seed, length=6 if (rank, seed) == (1, at) else 5))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="only gloo tells the other ranks itself")
-@pytest.mark.parametrize("at", [1, 5], ids=["eager", "graph"])
-def test_a_rank_that_fails_ends_the_others(at):
+@pytest.mark.parametrize(
+    ("count", "at"), [(2, 1), (2, 5), (4, 5)], ids=["eager", "graph", "graphs of four"]
+)
+def test_a_rank_that_fails_ends_the_others(count, at):
     began = time.monotonic()
-    on_ranks(2, failing, at)
+    on_ranks(count, failing, at)
     assert time.monotonic() - began < 60
 
 
