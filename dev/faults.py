@@ -82,7 +82,7 @@ FAULTS = (
           "adopt", "fuse_4bit fuse_users"),
     Fault("fused_lora/layer/gradients.py", "if total.dtype != like.dtype:", "if False:", "adopt",
           "fuse_4bit"),
-    Fault("fused_lora/adopt/scratch_border.py", "kept_places == places and", "", "adopt",
+    Fault("fused_lora/adopt/default_border.py", "kept_places == places and", "", "adopt",
           "fuse_users fuse_4bit"),
     Fault("fused_lora/layer/gradients.py", "grad_normed.mul_(mask)", "pass", "kernels",
           "delta_layer"),

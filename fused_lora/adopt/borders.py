@@ -1,10 +1,8 @@
-"""Bordered weights: a frozen weight and its adapter in one buffer. LoRA then needs no extra pass
-over a large tensor.
+"""Finds or makes the buffers of a layer, and moves a model's weights into them.
 
-For a frozen W [out, in] with adapter A [r, in], B [out, r] and scale s the buffer is
-
-    M = [[W, s B],      [out + r, in + r], row-major, in W's dtype
-         [A,  0 ]]      rows start on whole L2 cache lines (`rows.empty_rows`)
+`layer/buffer.py` draws one: a frozen weight W with its adapters around it, row-major, in W's dtype.
+Its rows start on whole L2 cache lines (`rows.empty_rows`). LoRA then needs no extra pass over a
+large tensor.
 
 Projections that share an input share a buffer (q, k, v; gate, up): W and A are stacked, B is block
 diagonal. PEFT's `base_layer.weight` and `.bias` become views of it and work as before. The adapters
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from fused_mlp.launching import is_capturing
 
 from ..kernels.rows import empty_rows
-from ..layer.buffer import Bordered, Buffer
+from ..layer.buffer import Buffer, WeightGroup
 from ..layer.filling import Filling
 from ..layer.scratch import Scratches
 from .own_memory import let_save
@@ -56,9 +54,9 @@ class Layout(NamedTuple):
 
     def bordered(
         self, buffer: Buffer, reads: Sequence[Projection], parts: Sequence[Projection]
-    ) -> Bordered:
+    ) -> WeightGroup:
         scalings = tuple(part.scaling for part in parts)
-        return Bordered(buffer, reads[0].weight.shape[1], self.outs, self.blocks, scalings)
+        return WeightGroup(buffer, reads[0].weight.shape[1], self.outs, self.blocks, scalings)
 
 
 class _Made(NamedTuple):
@@ -72,7 +70,7 @@ class _Made(NamedTuple):
 class Border:
     """The buffer of projections that share an input, for as long as their weights lie in it.
 
-    Weights stored in another form have a subclass and a switch (`switches.KINDS`).
+    `DefaultBorder` is what a layer has unless its user asks for another (`switches.KINDS`).
     """
 
     precision = ""  # the report adds it to such layers
@@ -118,7 +116,7 @@ class Border:
         dtype: torch.dtype,
         scratches: Scratches,
         group: int,
-    ) -> tuple[Bordered, bool]:
+    ) -> tuple[WeightGroup, bool]:
         """Return the buffer, with room for adapters of these ranks, and whether it had to be made.
 
         parts: the projections, or the parts they split into, each with an adapter and a rank.
@@ -226,13 +224,13 @@ class LayerBorders(Filling):
     def __init__(self, kind: type[Border]):
         super().__init__()
         self.kind = kind
-        self.borders = tuple(kind() for _ in range(GROUPS))
+        self.by_group = tuple(kind() for _ in range(GROUPS))
         self.replica_of: str | None = None
         self.scratches = Scratches()
 
     def forget(self) -> None:
         """Have the next backward fill the borders again, whatever is in them now."""
-        for border in self.borders:
+        for border in self.by_group:
             if (buffer := border.buffer()) is not None:
                 buffer.key = None
 
@@ -242,16 +240,16 @@ class LayerBorders(Filling):
         parts: Sequence[Sequence[Projection]],
         ranks: Sequence[Sequence[int]],
         dtype: torch.dtype,
-    ) -> list[Bordered]:
+    ) -> list[WeightGroup]:
         """Return the buffers of these projections, making those whose weights lie elsewhere.
 
         They are made one by one, so at most one group's weights exist twice. dtype: the model's,
         which the weights may not show.
         """
-        every = zip(self.borders, groups, parts, ranks, strict=True)
+        every = zip(self.by_group, groups, parts, ranks, strict=True)
         found = [
-            border.find_or_make(reads, split, of, dtype, self.scratches, group)
-            for group, (border, reads, split, of) in enumerate(every)
+            border.find_or_make(reads, split, group_ranks, dtype, self.scratches, group)
+            for group, (border, reads, split, group_ranks) in enumerate(every)
         ]
         device = found[0][0].A.device
         if device.type == "cuda" and any(was_made for _, was_made in found):

@@ -17,7 +17,7 @@ from fused_mlp.utils import compute_dtype
 
 from ..kernels.residual import _extend_rows_kernel
 from ..kernels.rows import Handover
-from ..layer.buffer import Bordered
+from ..layer.buffer import WeightGroup
 from ..layer.decoder_layer import DecoderLayer
 from ..layer.operands import FrozenLayer, Others
 from ..layer.residual import Norm
@@ -28,6 +28,7 @@ from .aside import say_once
 from .attend import mask_for_attention, q_scale_of, turns
 from .attention import head_norms_of, why_not_inputs
 from .borders import Border, LayerBorders
+from .default_border import DefaultBorder
 from .delta_layer import has_delta_net, run_delta_layer, why_not_delta_inputs, why_slow
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_dtensor, is_flattened, is_in_fsdp, may_shard_later
@@ -38,7 +39,6 @@ from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias
 from .refusal import Refusal, attempt, refuse
 from .rms_norm import finished, normed_layer_forward
-from .scratch_border import ScratchBorder
 from .sharded_weight import ShardedWeight
 from .site import FusedForward
 
@@ -56,7 +56,7 @@ class BorderedForward(FusedForward):
     ):
         super().__init__(function, module, parts)
         if borders is None or kind not in (None, borders.kind):
-            borders = LayerBorders(kind or ScratchBorder)
+            borders = LayerBorders(kind or DefaultBorder)
         self.borders = borders
 
     @property
@@ -79,7 +79,7 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
     weights of those that can run as one now into buffers."""
     handover, scratches = Handover(), Scratches()
     # sharded weights are gathered while the layer before them runs, which has other matrices
-    gathering, turns = Gathering(), (Scratches(), Scratches())
+    gathering, alternating = Gathering(), (Scratches(), Scratches())
     first_with: dict[int, str] = {}
     for index, (name, layer) in enumerate(layers):
         owner: Any = vars(layer)["forward"].__self__
@@ -87,7 +87,7 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
         first_with.update((id(one), name) for one in weights if replica_of is None)
         is_sharded = any(isinstance(one, ShardedWeight) for one in weights)
-        owner.borders.scratches = turns[index % 2] if is_sharded else scratches
+        owner.borders.scratches = alternating[index % 2] if is_sharded else scratches
         owner.borders.handover, owner.borders.index = handover, index
         owner.borders.gathering = gathering
         owner.borders.replica_of = replica_of
@@ -122,8 +122,8 @@ def _is_flattened(layer: Any) -> bool:
 
 
 def read_layer(layer: Any) -> tuple:
-    """Return DecoderLayer's operands after the mask, read from this fused layer as it is now. Moves
-    weights that lie elsewhere into new buffers."""
+    """Return DecoderLayer's operands after the mask, read from this fused layer as it is now, for
+    tests. Moves weights that lie elsewhere into new buffers."""
     return _operands(layer, _read(layer))
 
 
@@ -136,24 +136,25 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
     norms = norms_of(layer)
     (norm_form,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
-    input_norm, attended_norm, post_norm, mlp_norm = (
+    in_order = before_attention, after_attention, before_mlp, after_mlp = [
         Norm(norms[name].weight, getattr(norms[name], norm_form.eps), norm_form.zero_centered)
         if name
         else None
         for name in names_of_norms(form)
-    )
+    ]
     every = [part for group in parts for part in group]
     adapters = (tensor for read in every for tensor in (read.A, read.B))
-    others = _others(every, input_norm, post_norm, attended_norm, mlp_norm)
+    others = _others(every, *in_order)
     return *adapters, *others, FrozenLayer(
-        input_norm=input_norm, post_norm=post_norm, qkv=qkv, o=o, gate_up=gate_up, down=down,
-        borders=borders, multiplier=multiplier, attended_norm=attended_norm, mlp_norm=mlp_norm,
-        activation=activation_of(layer.mlp), dropouts=tuple(read.dropout for read in every),
+        norm_before_attention=before_attention, norm_after_attention=after_attention,
+        norm_before_mlp=before_mlp, norm_after_mlp=after_mlp, qkv=qkv, o=o, gate_up=gate_up,
+        down=down, filling=borders, multiplier=multiplier, activation=activation_of(layer.mlp),
+        dropout_rates=tuple(read.dropout for read in every),
         **_attention_options(layer, qkv),
     )  # fmt: skip
 
 
-def _attention_options(layer: Any, qkv: Bordered) -> dict[str, Any]:
+def _attention_options(layer: Any, qkv: WeightGroup) -> dict[str, Any]:
     """Return the fields of FrozenLayer that concern attention alone."""
     if has_delta_net(layer):
         return {}
@@ -194,7 +195,7 @@ def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection
             f"layer_replication gives it the base weights of {borders.replica_of}: only the first "
             "runs whole"
         )
-    kind = ScratchBorder if borders is None else borders.kind
+    kind = DefaultBorder if borders is None else borders.kind
     refuse(kind.why_not(layer))
     return read_groups(layer, asked or kind)
 
@@ -304,10 +305,12 @@ def _run(
 ) -> Tensor:
     *trained, frozen = _operands_now(layer, reads)
     angles = position_embeddings if turns(layer.self_attn) else (None, None)
-    seed = seed_for(hidden_states, *frozen.dropouts)
+    seed = seed_for(hidden_states, *frozen.dropout_rates)
 
     def run(output_needed: bool) -> Tensor:
-        now = frozen._replace(output_needed=output_needed, rows=rows, seed=seed, q_scale=q_scale)
+        now = frozen._replace(
+            output_needed=output_needed, needed_tokens=rows, seed=seed, q_scale=q_scale
+        )
         return DecoderLayer.apply(hidden_states, *angles, mask, *trained, now)
 
     return saving_last(run)
@@ -319,13 +322,13 @@ def _run_delta(
     rows: Tensor | None, options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     *trained, frozen = _operands_now(layer, reads)
-    frozen = frozen._replace(rows=rows, seed=seed_for(hidden, *frozen.dropouts))
+    frozen = frozen._replace(needed_tokens=rows, seed=seed_for(hidden, *frozen.dropout_rates))
     return run_delta_layer(layer, hidden, mask, trained, frozen, options)
 
 
 def _operands_now(layer: Any, reads: list[list[Projection]]) -> tuple:
     if any(read.lora_bias is not None for group in reads for read in group):
-        return _operands(layer, reads)  # scales it, and autograd saves the scale
+        return _operands(layer, reads)  # autograd has to see it scaled in the recompute as well
     return once(lambda: _operands(layer, reads), is_small=True)
 
 

@@ -109,7 +109,8 @@ def base_layers(layer: Any) -> Iterator[Any]:
 
 
 def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
-    """Return, for each of GROUPS, the module that has its projections, and their names."""
+    """Return, for each of a layer's four buffers, the module that has its projections, and their
+    names."""
     mlp_form = known_form(layer.mlp, "MLP")
     if has_delta_net(layer):
         mixer = layer.linear_attn
@@ -136,12 +137,12 @@ def parts_and_ranks(
         down,
     ]
     ranks = []
-    for of_group, (owner, names) in zip(parts, grouped_projections(layer), strict=True):
+    for group_parts, (owner, names) in zip(parts, grouped_projections(layer), strict=True):
         largest = [
             max((A.out_features for A in _adapters_of(owner._modules[name])), default=0)
             for name in names
         ]
-        ranks.append(largest * (len(of_group) // len(names)))
+        ranks.append(largest * (len(group_parts) // len(names)))
     return parts, ranks
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from fused_mlp.launching import DTYPES
 
 from ..layer.shards import Shard
+from .default_border import DefaultBorder
 from .foreign.parallel import is_in_fsdp, keep_from_ddp
 from .layer import borders_of
 from .layer_reading import read_groups
@@ -14,7 +15,6 @@ from .projection import has_adapters
 from .refusal import attempt
 from .report import NO_ADAPTERS
 from .rms_norm import normed_layers
-from .scratch_border import ScratchBorder
 from .sharded_weight import ShardedWeight
 
 
@@ -75,7 +75,7 @@ def _bases_to_shard(model: nn.Module, ranks: int) -> dict[str, nn.Linear]:
             raise ValueError("shard_base: the model is fused: call shard_base before fuse")
         if is_in_fsdp(layer):
             raise ValueError("shard_base: fully_shard shards the model already: take one of them")
-        reads, reason = attempt(read_groups, layer, ScratchBorder)
+        reads, reason = attempt(read_groups, layer, DefaultBorder)
         if reason:
             reasons.append(reason)
             continue

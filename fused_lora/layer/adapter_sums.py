@@ -2,7 +2,7 @@
 
 Most are computed in one launch at the end of backward: `AdapterSums` collects them. The gradients
 of down's A and of gate's and up's B read tensors [T, intermediate], so SwiGLU's backward computes
-them in the same pass: `swiglu_gradients`.
+them in the same pass: `new_swiglu_gradients`.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..kernels.products import Product, SwiGLUProducts
 from ..kernels.sums_over_tokens import sums_over_tokens
-from .buffer import Bordered, Dropout, mask_of_one
+from .buffer import Dropout, WeightGroup, mask_of_one
 from .filling import Adapter
-from .operands import Adapters
+from .operands import OutputAdapters
 
 
 class AdapterSums:
@@ -28,7 +28,7 @@ class AdapterSums:
         self._sums: list[tuple[Tensor, list[Product]]] = []
 
     def add_A(
-        self, group: Bordered, adapters: Sequence[Adapter], needed: Sequence[Adapter], x: Tensor,
+        self, group: WeightGroup, adapters: Sequence[Adapter], needed: Sequence[Adapter], x: Tensor,
         p: Tensor | None, dropout: Dropout | None = None,
     ) -> list[Tensor | None]:  # fmt: skip
         """Return new tensors for the gradients of each A, ``p.t() @ x``, None where not needed.
@@ -55,8 +55,8 @@ class AdapterSums:
         return gradients
 
     def add_B(
-        self, group: Bordered, adapters: Sequence[Adapter], needed: Sequence[Adapter], grad: Tensor,
-        z: Tensor,
+        self, group: WeightGroup, adapters: Sequence[Adapter], needed: Sequence[Adapter],
+        grad: Tensor, z: Tensor,
     ) -> list[Tensor | None]:  # fmt: skip
         """Return new tensors for the gradients of each B, ``s * (grad.t() @ z)``, None where not
         needed. grad: of the projections' outputs, in its first columns."""
@@ -95,9 +95,9 @@ class SwiGLUGradients(NamedTuple):
     products: SwiGLUProducts
 
 
-def swiglu_gradients(
-    gate_up: Tensor, group: Bordered, p: Tensor, z: Tensor, adapters: Adapters, needed: Adapters,
-    dropout: Dropout | None,
+def new_swiglu_gradients(
+    gate_up: Tensor, group: WeightGroup, p: Tensor, z: Tensor, adapters: OutputAdapters,
+    needed: OutputAdapters, dropout: Dropout | None,
 ) -> SwiGLUGradients:  # fmt: skip
     """Return new tensors for ``p.t() @ h``, ``s * (dgate.t() @ z)`` and ``s * (dup.t() @ z)``.
 

@@ -16,18 +16,18 @@ def attention_gradient(grad: Tensor, saved: Saved, grad_qkv: Tensor) -> None:
     grad_qkv [T, out], given that of o's input."""
     frozen, attended = saved.frozen, saved.attended
     heads, kv_heads, positions = frozen.heads, frozen.kv_heads, saved.hidden.shape[1]
-    target, before_gate = grad_qkv, attended.added.x
+    target, attended_output = grad_qkv, attended.added.x
     if frozen.has_gate:
         assert saved.raw is not None and attended.before_gate is not None
-        before_gate = attended.before_gate
-        head_dim = before_gate.shape[1] // heads
-        grad = gate_backward(grad, before_gate, saved.raw, head_dim, grad_qkv)
+        attended_output = attended.before_gate
+        head_dim = attended_output.shape[1] // heads
+        grad = gate_backward(grad, attended_output, saved.raw, head_dim, grad_qkv)
         target = torch.empty_like(saved.qkv)
     attention_backward(
-        grad, saved.qkv, saved.cos, saved.sin, saved.mask, before_gate, attended.saved,
+        grad, saved.qkv, saved.cos, saved.sin, saved.mask, attended_output, attended.saved,
         attended.attention, target,
     )  # fmt: skip
-    scale_q(target, frozen.q_scale, before_gate.shape[1])
+    scale_q(target, frozen.q_scale, attended_output.shape[1])
     if saved.raw is not None:
         assert frozen.head_norms is not None
         split = split_gated_heads if frozen.has_gate else split_heads

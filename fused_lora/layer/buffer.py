@@ -104,19 +104,20 @@ class Buffer:
             dropped_products(normed, self.A, dropout.blocks, dropout.masks, z)
         return self.product(extended, bias), ProductInput(normed, z), rstd
 
-    def adds_beside(self, dropout: Dropout | None) -> bool:
-        """Return True if a sum is a pass after the matmul. Otherwise the matmul accumulates into
-        the residual, which then has to lie in `total` already."""
-        return False
+    def accumulates(self, dropout: Dropout | None) -> bool:
+        """Return True if the matmul adds to `total`, where the residual has to lie already. False:
+        a pass after the matmul adds the residual."""
+        return True
 
     def add_projected(
         self, x: Tensor, extended: Tensor | None, residual: Tensor, total: Tensor,
         bias: Tensor | None, multiplier: float, dropout: Dropout | None,
     ) -> Tensor:  # fmt: skip
-        """Write residual + multiplier (x W' + bias + adapters) into total; return z, new.
+        """Make total residual + multiplier (x W' + bias + adapters); return z, new.
 
-        extended: rows for [x | z]; x may be their first columns. None: allocate them if needed.
-        One matmul adds and rounds once. A bias rounds once more.
+        residual: not read if `accumulates`: total then holds it already. extended: rows for
+        [x | z]; x may be their first columns. None: allocate them if needed. One matmul adds and
+        rounds once. A bias rounds once more.
         """
         z = x.new_empty(x.shape[0], self.A.shape[0])
         if extended is None:
@@ -138,8 +139,8 @@ class Buffer:
         self, gate_up: Tensor, residual: Tensor | None, total: Tensor | None,
         bias: Tensor | None, multiplier: float, activation: str, dropout: Dropout | None,
     ) -> Tensor:  # fmt: skip
-        """Write residual + multiplier (h W' + bias + adapters) into total, for h = silu(gate) up,
-        or with GELU; return z, new. Without total compute z alone."""
+        """Make total residual + multiplier (h W' + bias + adapters), as `add_projected` does, for
+        h = silu(gate) up, or with GELU; return z, new. Without total compute z alone."""
         inputs, mask = self.A.shape[1], mask_of_one(dropout)
         if total is None:
             return swiglu_forward_product(gate_up, self.A, None, None, mask, activation)
@@ -155,18 +156,24 @@ class Buffer:
 
     def norm_backward(
         self, grad_y: Tensor, grad_residual: Tensor, x: Tensor, norm: Norm | None,
-        rstd: Tensor | None, grad_x: Tensor, rows: Tensor, grad_weight: Tensor | None,
-        is_read: bool,
-    ) -> Incoming:  # fmt: skip
-        """Write the gradient of x, which was normed and goes on as the residual, into grad_x and
-        the first columns of rows, which may be one. A trained weight's goes into grad_weight.
+        rstd: Tensor | None, grad_weight: Tensor | None, is_read: bool,
+    ) -> tuple[Tensor, Incoming]:  # fmt: skip
+        """Return the gradient of x, which was normed and goes on as the residual, in x's dtype and
+        as `gradient` reads it. A trained weight's goes into grad_weight.
 
         is_read: `gradient` reads it next, as it is and without dropout.
         """
+        grad_x, rows = self.rows_for_gradient(x)
         norm_backward(grad_y, grad_residual, x, norm, rstd, grad_x, grad_weight)
         if grad_x.dtype != rows.dtype:
             rows[:, : grad_x.shape[1]].copy_(grad_x)
-        return Incoming(rows)
+        return grad_x, Incoming(rows)
+
+    def rows_for_gradient(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new memory for a gradient like x, and for [dy | p] of that. The first is the
+        second's first columns, unless x has another dtype."""
+        rows = empty_rows(self.A, len(x), sum(self.sB.shape))
+        return rows[:, : x.shape[1]] if x.dtype == rows.dtype else torch.empty_like(x), rows
 
     def swiglu_backward(
         self, grad_hidden: Tensor, gate_up: Tensor, products: SwiGLUProducts, activation: str,
@@ -251,7 +258,7 @@ class PlacedWeight:
         raise NotImplementedError
 
 
-class Bordered(NamedTuple):
+class WeightGroup(NamedTuple):
     """One buffer and how it is laid out: what its products need and do not train."""
 
     buffer: Buffer

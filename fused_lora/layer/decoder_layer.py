@@ -10,7 +10,8 @@ of o, of gate and up, and of down, forward in the order of execution:
     q, k    turned where they lie (RoPE); with norms of their heads, as Qwen3 has, qkv stays as it
             is, and one pass writes [RoPE(norm(q)) | RoPE(norm(k)) | v] beside it
     a       = attention(q, k, v)           where q's projection gives a gate, times its sigmoid
-    za      = a A'                                 into [a | za], in the pass that copies a there
+    za      = a A'                                 into [a | za]; the pass also copies a there,
+                                                   unless our own kernels have written it there
     t       = x + [a | za] M'                      into a copy of x, which the norm has written, and
                                                    rounded once; what is added may be multiplied
     m       = norm(t),  zm = m A'                  as n and zn; t once more, as the output's start
@@ -82,7 +83,7 @@ from ..kernels.rows import as_rows, empty_rows
 from ..rerun import has_kept
 from .adapter_sums import AdapterSums
 from .attention_gradient import attention_gradient
-from .forward import add_attention, add_mlp, turn
+from .forward import add_attention, add_mlp, norm_and_rotate
 from .gradients import LayerBackward
 from .operands import (
     Adapters,
@@ -102,7 +103,7 @@ class DecoderLayer(torch.autograd.Function):
     Equivalent PyTorch, where norms, q_proj and so on are the layer's own::
 
         # a layer has as many of these norms as it has; of others, and without `rope`, the input
-        n = input_norm(hidden)
+        n = norm_before_attention(hidden)
         q, k, v = (split_into_heads(proj(n)) for proj in (q_proj, k_proj, v_proj))
         q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any
         v = head_norms.v(v)  # likewise
@@ -111,10 +112,10 @@ class DecoderLayer(torch.autograd.Function):
         attended = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=attention_scaling, enable_gqa=True)
         attended = join_heads(attended) * torch.sigmoid(gate)  # the gate, if there is one
-        total = hidden + attended_norm(multiplier * o_proj(attended))
-        m = post_norm(total)
+        total = hidden + norm_after_attention(multiplier * o_proj(attended))
+        m = norm_before_mlp(total)
         activated = activation(gate_proj(m)) * up_proj(m)  # F.silu, or F.gelu by tanh
-        output = total + mlp_norm(multiplier * down_proj(activated))
+        output = total + norm_after_mlp(multiplier * down_proj(activated))
 
     with the projections' lora_dropout in training.
 
@@ -124,7 +125,8 @@ class DecoderLayer(torch.autograd.Function):
             residual and its gradient then stay fp32.
         cos, sin: [batch or 1, positions, head_dim or less], as rope's. They get no gradient. None,
             both: q and k are not turned.
-        mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
+        mask: None, for causal attention, or what scaled_dot_product_attention takes. It gets no
+            gradient.
         adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors in bf16,
             fp16 or fp32. They are copied into the borders, in the buffers' dtype and scaled.
         others: the fields of Others, which replace frozen's: norms in hidden's dtype, biases in
@@ -135,8 +137,8 @@ class DecoderLayer(torch.autograd.Function):
     Returns:
         [batch, positions, hidden], new, in hidden's dtype. Everything between matmuls is fp32 and
         rounds once. Each gradient has the dtype of its tensor, and exists only if that tensor
-        requires one. The gradients of A and B are summed in fp32, and contiguous. The rows of
-        hidden's gradient are further apart than they are long.
+        requires one. The gradients of A and B are summed in fp32, and contiguous. hidden's
+        gradient is not contiguous: its rows are padded.
 
     Saved for backward: hidden, cos, sin, mask, the rows that are needed, all norms, the adapters
     and what the file's docstring lists, from t on only for those rows. The buffers are kept beside
@@ -154,22 +156,22 @@ class DecoderLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, cos, sin, mask, *operands):
         *row, frozen = operands
-        trained = Trained.from_row(row)
+        trained = Trained.from_flat(row)
         check_operands(hidden, cos, sin, trained.adapters, frozen)
         frozen = frozen.with_others(trained.others)
         x, positions = as_rows(hidden), hidden.shape[1]
         qkv_weights, o = frozen.qkv, frozen.o
-        frozen.borders.fill(frozen.groups, trained.adapters)
+        frozen.filling.fill(frozen.groups, trained.adapters)
         dropouts = draw_dropouts(frozen, x.shape[0])
 
-        # the norm writes the copy of the residual that o adds to; a recomputation may have the sum
-        adds_to_copy = frozen.attended_norm is None and frozen.rows is None
-        adds_to_copy &= not o.buffer.adds_beside(dropouts.o)
+        # the norm also writes the copy of x that o adds to; a recompute may have kept the sum
+        adds_to_copy = frozen.norm_after_attention is None and frozen.needed_tokens is None
+        adds_to_copy &= o.buffer.accumulates(dropouts.o)
         copy = torch.empty_like(x) if adds_to_copy and not has_kept() else None
         qkv, n, input_rstd = qkv_weights.buffer.project_norm(
-            x, frozen.input_norm, qkv_weights.base_bias, dropouts.qkv, copy
+            x, frozen.norm_before_attention, qkv_weights.base_bias, dropouts.qkv, copy
         )
-        raw, qkv = turn(qkv, cos, sin, positions, frozen)
+        raw, qkv = norm_and_rotate(qkv, cos, sin, positions, frozen)
         attended = once_as_record(
             lambda: add_attention(x, raw, qkv, mask, copy, positions, frozen, dropouts.o)
         )
@@ -188,20 +190,20 @@ class DecoderLayer(torch.autograd.Function):
         refuse_second_derivative("DecoderLayer", "the unfused layer")
         saved: Saved = restore(ctx)
         need_hidden, _, _, _, *row, _ = ctx.needs_input_grad
-        needed = Trained.from_row(row)
+        needed = Trained.from_flat(row)
         need = needed.adapters
-        frozen, adapters, qkv = saved.frozen, saved.adapters, saved.frozen.qkv
-        frozen.borders.refill(frozen.groups, adapters)
+        frozen, adapters = saved.frozen, saved.adapters
+        frozen.filling.refill(frozen.groups, adapters)
         x = as_rows(saved.hidden)
         grads = new_gradients(x, saved.kinds, needed.others)
 
         with without_autocast(x):
             layer = LayerBackward(frozen, saved.dropouts, grads, AdapterSums())
             grad_attended, grad_residual, from_o_on = layer.from_output(
-                grad_output, len(x), saved.attended.added, saved.mlp, adapters, need
+                grad_output, len(x), saved.attended.added, saved.mlp, adapters.from_o, need.from_o
             )
-            grad_qkv = empty_rows(qkv.A, len(x), qkv.grad_columns)
-            attention_gradient(grad_attended, saved, grad_qkv[:, : qkv.out])
+            grad_qkv = empty_rows(frozen.qkv.A, len(x), frozen.qkv.grad_columns)
+            attention_gradient(grad_attended, saved, grad_qkv[:, : frozen.qkv.out])
             del grad_attended
             grad_x, (q, k, v) = layer.to_input(
                 grad_qkv, grad_residual, x, saved.n, saved.input_rstd, adapters.qkv, need.qkv,
@@ -212,4 +214,4 @@ class DecoderLayer(torch.autograd.Function):
             grad_x = grad_x.view(saved.hidden.shape)
         adapter_grads = Adapters(q, k, v, *from_o_on)
         gradients = Trained(adapter_grads, None if needed.others is None else grads)
-        return grad_x, None, None, None, *gradients.row(), None
+        return grad_x, None, None, None, *gradients.flat(), None

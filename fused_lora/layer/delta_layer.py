@@ -33,24 +33,23 @@ from fused_mlp.utils import refuse_second_derivative, without_autocast
 from ..causal_conv import causal_conv_backward, causal_conv_forward
 from ..gated_norm import gated_rms_norm_backward, gated_rms_norm_forward
 from ..kernels.rows import as_rows, empty_rows
-from ..rerun import takes_away
 from .adapter_sums import AdapterSums
 from .buffer import ProductInput
 from .filling import Adapter
-from .forward import add_mlp, add_output
+from .forward import add_mlp, add_output, rows_for_o
 from .gradients import LayerBackward
 from .operands import (
-    Adapters,
     Dropouts,
     FrozenLayer,
     Others,
+    OutputAdapters,
     check_adapters,
     check_layer_input,
     draw_dropouts,
 )
 from .saved import Added, SavedMLP, once_as_record, restore, store
 
-NAMES = "BeforeRecurrence", "AfterRecurrence"
+BEFORE, AFTER = "BeforeRecurrence", "AfterRecurrence"
 NO_OTHERS = Others()  # trains: neither norms nor biases
 
 
@@ -73,7 +72,7 @@ class SavedBefore(NamedTuple):
     mask: Tensor | None  # [T, 1]
     n: ProductInput
     rstd: Tensor | None
-    rows: Tensor  # [T, out], q, k and v before the convolution, z, b and a
+    projected: Tensor  # [T, out], q, k and v before the convolution, z, b and a
     net: DeltaNet
     frozen: FrozenLayer
     adapters: tuple[Adapter, ...]
@@ -90,7 +89,7 @@ class SavedAfter(NamedTuple):
     mlp: SavedMLP
     net: DeltaNet
     frozen: FrozenLayer
-    adapters: Adapters
+    adapters: OutputAdapters
     dropouts: Dropouts
 
 
@@ -100,7 +99,7 @@ class BeforeRecurrence(torch.autograd.Function):
 
     Equivalent PyTorch::
 
-        n = input_norm(hidden * mask[..., None])  # without a mask, of hidden as it is
+        n = norm_before_attention(hidden * mask[..., None])  # without a mask, of hidden as it is
         mixed, z, b, a = in_proj_qkv(n), in_proj_z(n), in_proj_b(n), in_proj_a(n)
         q, k, v = causal_conv(mixed, net.conv_weight, net.conv_bias, net.sizes)
         decay = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
@@ -121,33 +120,36 @@ class BeforeRecurrence(torch.autograd.Function):
     def forward(ctx, hidden, mask, *operands):
         *row, net, frozen = operands
         adapters, group = _pairs(row), frozen.qkv
-        check_layer_input(NAMES[0], hidden, group)
-        check_adapters(NAMES[0], "in_proj", adapters, group)
-        frozen.borders.fill((group,), adapters)
+        check_layer_input(BEFORE, hidden, group)
+        check_adapters(BEFORE, "in_proj", adapters, group)
+        frozen.filling.fill((group,), adapters)
         if mask is not None:
             mask = mask.reshape(-1, 1).to(hidden.dtype)
         x = _unhidden_rows(hidden, mask)
         dropouts = draw_dropouts(frozen, len(x), frozen.groups[:1])
-        rows, n, rstd = group.buffer.project_norm(
-            x, frozen.input_norm, group.base_bias, dropouts.qkv, None
+        projected, n, rstd = group.buffer.project_norm(
+            x, frozen.norm_before_attention, group.base_bias, dropouts.qkv, None
         )
-        mixed, z, b, a = (one.unflatten(0, hidden.shape[:2]) for one in group.by_projection(rows))
+        parts = group.by_projection(projected)
+        mixed, z, b, a = (one.unflatten(0, hidden.shape[:2]) for one in parts)
         q, k, v = causal_conv_forward(mixed, net.conv_weight, net.conv_bias, net.sizes)
         decay = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
         frozen = frozen.for_backward()
-        store(ctx, SavedBefore(hidden, mask, n, rstd, rows, net, frozen, adapters, dropouts))
+        store(ctx, SavedBefore(
+            hidden, mask, n, rstd, projected, net, frozen, adapters, dropouts,
+        ))  # fmt: skip
         return q, k, v, z, b.sigmoid(), decay, hidden
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v, grad_z, grad_beta, grad_decay, grad_residual):
-        refuse_second_derivative(NAMES[0], "the unfused layer")
+        refuse_second_derivative(BEFORE, "the unfused layer")
         saved: SavedBefore = restore(ctx)
         need_hidden, _, *needed, _, _ = ctx.needs_input_grad
         frozen, net, group = saved.frozen, saved.net, saved.frozen.qkv
-        frozen.borders.refill((group,), saved.adapters)
+        frozen.filling.refill((group,), saved.adapters)
         with without_autocast(saved.hidden):
-            grad = empty_rows(group.A, len(saved.rows), group.grad_columns)
-            mixed, _, b, a = group.by_projection(saved.rows)
+            grad = empty_rows(group.A, len(saved.projected), group.grad_columns)
+            mixed, _, b, a = group.by_projection(saved.projected)
             in_mixed, in_z, in_b, in_a = group.by_projection(grad)
             causal_conv_backward(
                 (grad_q, grad_k, grad_v), mixed.unflatten(0, grad_q.shape[:2]), net.conv_weight,
@@ -178,7 +180,8 @@ class AfterRecurrence(torch.autograd.Function):
 
         y = gated_rms_norm(found, z.view(found.shape), net.norm_weight, net.norm_eps)
         total = hidden + out_proj(y.flatten(2))
-        return total + down_proj(F.silu(gate_proj(post_norm(total))) * up_proj(post_norm(total)))
+        m = norm_before_mlp(total)
+        return total + down_proj(F.silu(gate_proj(m)) * up_proj(m))
 
     Args:
         found: [batch, positions, heads, head_dim], in the buffers' dtype.
@@ -192,42 +195,38 @@ class AfterRecurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, found, z, hidden, *operands):
         *row, net, frozen = operands
-        o, pairs, x = frozen.o, _pairs(row), as_rows(hidden)
-        parts = ("out_proj", o, pairs[:1]), ("gate_up", frozen.gate_up, pairs[1:3])
-        for name, group, its in (*parts, ("down", frozen.down, pairs[3:])):
-            check_adapters(NAMES[1], name, its, group)
-        frozen.borders.fill(frozen.groups[1:], pairs)
+        o, adapters, x = frozen.o, OutputAdapters(*_pairs(row)), as_rows(hidden)
+        check_adapters(AFTER, "out_proj", (adapters.o,), o)
+        check_adapters(AFTER, "gate_up", (adapters.gate, adapters.up), frozen.gate_up)
+        check_adapters(AFTER, "down", (adapters.down,), frozen.down)
+        frozen.filling.fill(frozen.groups[1:], adapters)
         dropouts = draw_dropouts(frozen, len(x), frozen.groups[1:])
 
-        def add() -> AddedAfterNorm:
-            extended, copy = None, None
-            y = found.new_empty(len(x), o.in_features)
-            if frozen.rows is None and not o.buffer.adds_beside(dropouts.o):
-                copy = torch.empty_like(x).copy_(x)
-                extended = empty_rows(found, len(x), o.x_columns)
-                if not takes_away():
-                    y = extended[:, : o.in_features]
+        def add() -> tuple[Added, Tensor]:
+            extended, y = rows_for_o(found, len(x), frozen, dropouts.o)
+            copy = None if extended is None else torch.empty_like(x).copy_(x)
+            if y is None:
+                y = found.new_empty(len(x), o.in_features)
             by_head = y.view(-1, *found.shape[2:])
             _, rstd = gated_rms_norm_forward(
                 found, z.view(found.shape), net.norm_weight, net.norm_eps, by_head
             )
-            return AddedAfterNorm(add_output(x, y, extended, copy, frozen, dropouts.o), rstd)
+            return add_output(x, y, extended, copy, frozen, dropouts.o), rstd
 
         added, rstd = once_as_record(add)
         output, mlp = add_mlp(hidden, added.total, frozen, dropouts)
-        adapters = Adapters(*[NO_ADAPTER] * 3, *pairs)
         frozen = frozen.for_backward()
         store(ctx, SavedAfter(found, z, rstd, added, mlp, net, frozen, adapters, dropouts))
         return output
 
     @staticmethod
     def backward(ctx, grad_output):
-        refuse_second_derivative(NAMES[1], "the unfused layer")
+        refuse_second_derivative(AFTER, "the unfused layer")
         saved: SavedAfter = restore(ctx)
         _, _, _, *needed, _, _ = ctx.needs_input_grad
         frozen, net, found = saved.frozen, saved.net, saved.found
-        need = Adapters(*[NO_ADAPTER] * 3, *_pairs(needed))
-        frozen.borders.refill(frozen.groups[1:], saved.adapters[3:])
+        need = OutputAdapters(*_pairs(needed))
+        frozen.filling.refill(frozen.groups[1:], saved.adapters)
         batch, positions = found.shape[:2]
         with without_autocast(found):
             layer = LayerBackward(frozen, saved.dropouts, NO_OTHERS, AdapterSums())
@@ -244,22 +243,12 @@ class AfterRecurrence(torch.autograd.Function):
         return grad_found, grad_z.view(saved.z.shape), grad_residual, *gradients, None, None
 
 
-class AddedAfterNorm(NamedTuple):
-    """out_proj of the gated norm, added to the residual, and that norm's 1 / root mean square."""
-
-    added: Added
-    rstd: Tensor
-
-
-NO_ADAPTER = Adapter(None, None)
-
-
 def _unhidden_rows(hidden: Tensor, mask: Tensor | None) -> Tensor:
     """Return what is normed, [T, hidden]: hidden, and 0 where mask is."""
     rows = as_rows(hidden)
     return rows if mask is None else rows * mask
 
 
-def _pairs(row: list) -> tuple[Adapter, ...]:
-    """Name the values of a row: A and B of each adapter."""
-    return tuple(map(Adapter, row[::2], row[1::2]))
+def _pairs(values: list) -> tuple[Adapter, ...]:
+    """Name these values: A and B of each adapter."""
+    return tuple(map(Adapter, values[::2], values[1::2]))

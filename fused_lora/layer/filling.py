@@ -10,7 +10,7 @@ from fused_mlp.launching import is_capturing
 
 from ..kernels.many_copies import ManyCopies, Matrices
 from ..kernels.rows import Handover
-from .buffer import Bordered
+from .buffer import WeightGroup
 from .shards import Gathering
 
 
@@ -33,7 +33,7 @@ class Filling:
         self.gathering = Gathering()
         self._copies = ManyCopies()
 
-    def fill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> None:
+    def fill(self, groups: Sequence[WeightGroup], adapters: Sequence[Adapter]) -> None:
         """Copy the adapters, A and B of each projection, into the borders of their groups.
 
         Equivalent PyTorch, for each: ``A_view.copy_(A); B_view.copy_(scaling * B)``, and zeros in
@@ -42,27 +42,27 @@ class Filling:
         self._bring(groups)
         self._fill(groups, adapters, _key_of(groups, adapters))
 
-    def refill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> None:
+    def refill(self, groups: Sequence[WeightGroup], adapters: Sequence[Adapter]) -> None:
         """Call `fill`, unless the borders still hold these adapters.
 
         It is for backward, because a forward with other adapters may have run before it.
         """
         key = _key_of(groups, adapters)
-        # nobody notices what the replay of a graph copies
+        # the replay of a graph copies adapters without running this code
         may_differ = self._copies.is_captured and not is_capturing(groups[0].A)
         self._bring(groups)
         if may_differ or any(one.buffer.key != key for one in groups):
             self._fill(groups, adapters, key)
-            for one in groups:  # these may be tensors of backward's own, whose memory goes round
+            for one in groups:  # backward's may be temporary copies, whose addresses others get
                 one.buffer.key = None
 
-    def _bring(self, groups: Sequence[Bordered]) -> None:
+    def _bring(self, groups: Sequence[WeightGroup]) -> None:
         sharded = [one.buffer for one in groups if one.buffer.shards]
         if sharded:
             self.gathering.bring(self.index, sharded)
 
     @torch.no_grad()
-    def _fill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter], key: tuple) -> None:
+    def _fill(self, groups: Sequence[WeightGroup], adapters: Sequence[Adapter], key: tuple) -> None:
         for one in groups:
             one.buffer.key = None  # if what follows fails
         places, _ = key
@@ -74,7 +74,7 @@ class Filling:
             buffer.key = key
 
 
-def _key_of(groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> tuple[Hashable, tuple]:
+def _key_of(groups: Sequence[WeightGroup], adapters: Sequence[Adapter]) -> tuple[Hashable, tuple]:
     """Return (places, versions). Places are equal for the same tensors in the same memory, versions
     as long as nothing that PyTorch counts has changed them."""
     tensors = [tensor for adapter in adapters for tensor in adapter]
@@ -85,7 +85,7 @@ def _key_of(groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> tuple[Ha
     return places, tuple(0 if t.is_inference() else t._version for t in tensors)
 
 
-def _matrices(groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> Matrices:
+def _matrices(groups: Sequence[WeightGroup], adapters: Sequence[Adapter]) -> Matrices:
     """The views that each adapter is copied into, and those beside it that get zeros."""
     targets: list[Tensor] = []
     sources: list[Tensor | None] = []

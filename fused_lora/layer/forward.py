@@ -16,11 +16,11 @@ from .residual import Norm, Normed, needed_rows
 from .saved import Added, Attended, SavedMLP
 
 
-def turn(
+def norm_and_rotate(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, positions: int, frozen: FrozenLayer
 ) -> tuple[Tensor | None, Tensor]:
-    """Norm the heads of q, k and v, if they have norms, and turn q and k. Return (raw, qkv). With
-    norms qkv is new and raw is the given one. Without, qkv is turned in place."""
+    """Norm the heads of q, k and v, if they have norms, and rotate q and k. Return (raw, qkv). With
+    norms qkv is new and raw is the given one. Without, qkv is rotated in place."""
     if frozen.head_norms is None:
         if cos is not None:
             assert sin is not None
@@ -45,12 +45,7 @@ def add_attention(
 ) -> Attended:  # fmt: skip
     """Attend, multiply by the gate in raw, if there is one, project by o and add to the residual x,
     or into its copy."""
-    o, rows = frozen.o, frozen.rows
-    extended = out = None  # [a | za], which o's matmul reads
-    if rows is None and not o.buffer.adds_beside(dropout):
-        extended = empty_rows(qkv, x.shape[0], o.x_columns)
-        if not takes_away():
-            out = extended[:, : o.in_features]
+    extended, out = rows_for_o(qkv, len(x), frozen, dropout)
     attention = Attention(
         positions, frozen.heads, frozen.kv_heads, frozen.attention_scaling, frozen.interleaved
     )
@@ -65,29 +60,41 @@ def add_attention(
     return Attended(added, saved, attention, before_gate)
 
 
+def rows_for_o(
+    like: Tensor, tokens: int, frozen: FrozenLayer, dropout: Dropout | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return memory for [x | z], which o's matmul reads, and its first columns if x may be computed
+    there; None for what is not needed."""
+    o = frozen.o
+    if frozen.needed_tokens is not None or not o.buffer.accumulates(dropout):
+        return None, None
+    extended = empty_rows(like, tokens, o.x_columns)
+    return extended, None if takes_away() else extended[:, : o.in_features]
+
+
 def add_output(
     x: Tensor, o_input: Tensor, extended: Tensor | None, copy: Tensor | None,
     frozen: FrozenLayer, dropout: Dropout | None,
 ) -> Added:  # fmt: skip
     """Project o_input by o and add to the residual x, or into its copy. extended: as `Buffer` has
     it."""
-    o, rows = frozen.o, frozen.rows
-    residual, read = needed_rows(x, rows), needed_rows(o_input, rows)
+    o, needed = frozen.o, frozen.needed_tokens
+    residual, read = needed_rows(x, needed), needed_rows(o_input, needed)
     total = copy
     if total is None:
-        total = residual if rows is not None else torch.empty_like(x)
+        total = residual if needed is not None else torch.empty_like(x)
 
     def add(residual: Tensor, total: Tensor) -> Tensor:
         return o.buffer.add_projected(
             read, extended, residual, total, o.base_bias, frozen.multiplier, dropout
         )
 
-    if frozen.attended_norm is None:
+    if frozen.norm_after_attention is None:
         z, normed = add(residual, total), None
     else:
         projected = torch.zeros_like(residual)
         z = add(projected, projected)
-        normed = _add_normed(residual, projected, frozen.attended_norm, total)
+        normed = _add_normed(residual, projected, frozen.norm_after_attention, total)
     return Added(o_input, total, z, normed)
 
 
@@ -98,14 +105,14 @@ def add_mlp(
     gate_up_weights, down = frozen.gate_up, frozen.down
     # from total on, there are the needed rows alone
     output, sums = _new_output(hidden, total, frozen)
-    adds_to_sums = frozen.mlp_norm is None and not down.buffer.adds_beside(dropouts.down)
+    adds_to_sums = frozen.norm_after_mlp is None and down.buffer.accumulates(dropouts.down)
     gate_up, m, rstd = gate_up_weights.buffer.project_norm(
-        total, frozen.post_norm, gate_up_weights.base_bias, dropouts.gate_up,
+        total, frozen.norm_before_mlp, gate_up_weights.base_bias, dropouts.gate_up,
         sums if adds_to_sums else None,
     )  # fmt: skip
     z_down, normed = _add_activated(gate_up, total, sums, frozen, dropouts.down)
-    if frozen.rows is not None and sums is not None:
-        output.view(-1, output.shape[-1]).index_copy_(0, frozen.rows, sums)
+    if frozen.needed_tokens is not None and sums is not None:
+        output.view(-1, output.shape[-1]).index_copy_(0, frozen.needed_tokens, sums)
     return output, SavedMLP(m, rstd, gate_up, z_down, normed)
 
 
@@ -113,7 +120,7 @@ def _new_output(hidden: Tensor, total: Tensor, frozen: FrozenLayer) -> tuple[Ten
     """Return the output, and the rows of it to write, None for none."""
     if not frozen.output_needed:
         return hidden.new_zeros(1).expand(hidden.shape), None
-    if frozen.rows is None:
+    if frozen.needed_tokens is None:
         # not a view itself, or autograd would forbid to change it in place
         output = hidden.new_empty(hidden.shape)
         return output, output.view(total.shape)
@@ -133,21 +140,16 @@ def _add_activated(
             gate_up, residual, sums, down.base_bias, frozen.multiplier, frozen.activation, dropout
         )
 
-    if frozen.mlp_norm is not None:
+    if frozen.norm_after_mlp is not None:
         projected = torch.zeros_like(total)
         z = add(projected, projected)
         target = torch.empty_like(total) if sums is None else sums
-        return z, _add_normed(total, projected, frozen.mlp_norm, target)
-    was_added = False
-
-    def add_first() -> tuple[Tensor]:
-        nonlocal was_added
-        was_added = True
-        return (add(total, sums),)
-
-    (z,) = once(add_first, is_small=True)
-    if not was_added and sums is not None:  # recomputing skips add_first, but needs the sums
-        add(total, sums)
+        return z, _add_normed(total, projected, frozen.norm_after_mlp, target)
+    if sums is None:
+        (z,) = once(lambda: (add(total, None),), is_small=True)
+    else:
+        z = add(total, sums)
+        (z,) = once(lambda: (z,), is_small=True)  # a recompute without sums needs no SwiGLU then
     return z, None
 
 

@@ -8,25 +8,15 @@ has the equations.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..kernels.rows import as_rows, empty_rows
-from .adapter_sums import AdapterSums, swiglu_gradients
+from .adapter_sums import AdapterSums, new_swiglu_gradients
 from .buffer import Incoming, ProductInput
 from .filling import Adapter
-from .operands import Adapters, Dropouts, FrozenLayer, Others
+from .operands import Dropouts, FrozenLayer, Others, OutputAdapters
 from .residual import addend_gradient, needed_rows, norm_backward, spread_rows
 from .saved import Added, SavedMLP
-
-
-class OutputAdapters(NamedTuple):
-    """The gradients of the adapters from o on."""
-
-    o: Adapter
-    gate: Adapter
-    up: Adapter
-    down: Adapter
 
 
 class LayerBackward(NamedTuple):
@@ -41,80 +31,79 @@ class LayerBackward(NamedTuple):
     sums: AdapterSums
 
     def from_output(
-        self, grad_output: Tensor, tokens: int, added: Added, mlp: SavedMLP, adapters: Adapters,
-        need: Adapters,
+        self, grad_output: Tensor, tokens: int, added: Added, mlp: SavedMLP,
+        adapters: OutputAdapters, need: OutputAdapters,
     ) -> tuple[Tensor, Tensor, OutputAdapters]:  # fmt: skip
         """Return the gradients of what o reads, of the residual, [tokens, ...] each, and of the
-        adapters from o on."""
+        adapters from o on. Names are those of `decoder_layer.py`."""
         frozen, dropouts, grads, sums = self
-        o, gate_up, down, rows = frozen.o, frozen.gate_up, frozen.down, frozen.rows
+        o, gate_up, down, needed = frozen.o, frozen.gate_up, frozen.down, frozen.needed_tokens
         total, like = added.total, o.A
-        width = total.shape[1]
         # output = total + down(activation(gate) up)
-        grad = frozen.borders.handover.take(grad_output, down.grad_columns)
-        if grad is None or rows is not None:
-            grad = empty_rows(like, total.shape[0], down.grad_columns)
-            grad[:, :width].copy_(needed_rows(as_rows(grad_output), rows))
-        grad_residual = grad[:, :width]
+        g = frozen.filling.handover.take(grad_output, down.grad_columns)
+        if g is None or needed is not None:
+            g = empty_rows(like, len(total), down.grad_columns)
+            g[:, : total.shape[1]].copy_(needed_rows(as_rows(grad_output), needed))
+        grad_sum = g[:, : total.shape[1]]  # of the residual addition, in the residual's dtype
         if total.dtype != like.dtype:
-            grad_residual = needed_rows(as_rows(grad_output), rows)
-        if not frozen.adds_mlp_as_it_is:
-            grad = addend_gradient(
-                grad_residual, frozen.multiplier, mlp.normed, frozen.mlp_norm,
-                grads.mlp_norm, like, down.grad_columns,
+            grad_sum = needed_rows(as_rows(grad_output), needed)
+        grad_down = g
+        if not frozen.mlp_adds_directly:
+            grad_down = addend_gradient(
+                grad_sum, frozen.multiplier, mlp.normed, frozen.norm_after_mlp,
+                grads.norm_after_mlp, like, down.grad_columns,
             )  # fmt: skip
-        down.sum_biases(grad, (grads.down_bias,))
-        grad_hidden, p_down = down.buffer.gradient(Incoming(grad), None, dropouts.down)
-        in_swiglu = swiglu_gradients(
-            mlp.gate_up, gate_up, p_down, mlp.m.z, adapters, need, dropouts.down
+        down.sum_biases(grad_down, (grads.down_bias,))
+        dh, ph = down.buffer.gradient(Incoming(grad_down), None, dropouts.down)
+        with_swiglu = new_swiglu_gradients(
+            mlp.gate_up, gate_up, ph, mlp.m.z, adapters, need, dropouts.down
         )
         trains_biases = any(one is not None for one in grads.gate_up_biases)
-        grad_gate_up = gate_up.buffer.swiglu_backward(
-            grad_hidden, mlp.gate_up, in_swiglu.products, frozen.activation,
+        dgu = gate_up.buffer.swiglu_backward(  # and what is in with_swiglu
+            dh, mlp.gate_up, with_swiglu.products, frozen.activation,
             is_read=dropouts.gate_up is None and not trains_biases,
         )  # fmt: skip
-        del grad_hidden  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
+        del dh  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
         if trains_biases:
-            assert grad_gate_up.rows is not None
-            gate_up.sum_biases(grad_gate_up.rows, grads.gate_up_biases)
-        grad_normed, pm = gate_up.buffer.gradient(grad_gate_up, mlp.m.scales, dropouts.gate_up)
-        del grad_gate_up
-        (down_B,) = sums.add_B(down, (adapters.down,), (need.down,), grad, mlp.z_down)
+            assert dgu.rows is not None
+            gate_up.sum_biases(dgu.rows, grads.gate_up_biases)
+        dm, pm = gate_up.buffer.gradient(dgu, mlp.m.scales, dropouts.gate_up)
+        del dgu
+        (down_B,) = sums.add_B(down, (adapters.down,), (need.down,), grad_down, mlp.z_down)
+        del grad_down
 
         # gate and up of the norm of total
         gate_A, up_A = sums.add_A(
             gate_up, (adapters.gate, adapters.up), (need.gate, need.up), mlp.m.x, pm,
             dropouts.gate_up,
         )  # fmt: skip
-        grad = empty_rows(like, total.shape[0], o.grad_columns)
-        grad_total = grad[:, :width] if total.dtype == like.dtype else torch.empty_like(total)
-        as_it_is = frozen.adds_attended_as_it_is
-        incoming = o.buffer.norm_backward(
-            grad_normed, grad_residual, total, frozen.post_norm, mlp.rstd, grad_total,
-            grad, grads.post_norm, is_read=as_it_is and dropouts.o is None,
+        adds_directly = frozen.attention_adds_directly
+        dt, incoming = o.buffer.norm_backward(
+            dm, grad_sum, total, frozen.norm_before_mlp, mlp.rstd, grads.norm_before_mlp,
+            is_read=adds_directly and dropouts.o is None,
         )  # fmt: skip
-        del grad_normed
-        grad_residual = grad_total
-        if not as_it_is:
-            grad = addend_gradient(
-                grad_residual, frozen.multiplier, added.normed, frozen.attended_norm,
-                grads.attended_norm, like, o.grad_columns,
-            )  # fmt: skip
-            incoming = Incoming(grad)
+        del dm, g, grad_sum
+        if not adds_directly:
+            incoming = Incoming(addend_gradient(
+                dt, frozen.multiplier, added.normed, frozen.norm_after_attention,
+                grads.norm_after_attention, like, o.grad_columns,
+            ))  # fmt: skip
+        grad_o = incoming.rows
+        assert grad_o is not None
 
         # total = x + o(attended)
-        o.sum_biases(grad, (grads.o_bias,))
-        grad_attended, pa = o.buffer.gradient(incoming, None, dropouts.o)
-        (o_B,) = sums.add_B(o, (adapters.o,), (need.o,), grad, added.z)
-        (o_A,) = sums.add_A(o, (adapters.o,), (need.o,), needed_rows(added.x, rows), pa, dropouts.o)
-        del grad, incoming
-        if rows is not None:
-            sums.compute()  # of as many tokens, and not of all as those that follow
-            grad_attended = spread_rows(grad_attended, rows, tokens)
-            grad_residual = spread_rows(grad_residual, rows, tokens)
-        return grad_attended, grad_residual, OutputAdapters(
-            Adapter(o_A, o_B), Adapter(gate_A, in_swiglu.gate_B), Adapter(up_A, in_swiglu.up_B),
-            Adapter(in_swiglu.down_A, down_B),
+        o.sum_biases(grad_o, (grads.o_bias,))
+        da, pa = o.buffer.gradient(incoming, None, dropouts.o)
+        (o_B,) = sums.add_B(o, (adapters.o,), (need.o,), grad_o, added.z)
+        read = needed_rows(added.x, needed)
+        (o_A,) = sums.add_A(o, (adapters.o,), (need.o,), read, pa, dropouts.o)
+        del grad_o, incoming
+        if needed is not None:
+            sums.compute()  # these run over the needed tokens, the later ones over all
+            da, dt = spread_rows(da, needed, tokens), spread_rows(dt, needed, tokens)
+        return da, dt, OutputAdapters(
+            Adapter(o_A, o_B), Adapter(gate_A, with_swiglu.gate_B),
+            Adapter(up_A, with_swiglu.up_B), Adapter(with_swiglu.down_A, down_B),
         )  # fmt: skip
 
     def to_input(
@@ -127,21 +116,22 @@ class LayerBackward(NamedTuple):
         grad_qkv: [T, out + width]. mask: [T, 1], which has multiplied x in front of the norm alone.
         """
         frozen, dropouts, grads, sums = self
-        qkv, width = frozen.qkv, x.shape[1]
+        qkv = frozen.qkv
         qkv.sum_biases(grad_qkv, grads.qkv_biases)
         pn = grad_x = None
-        if need_x or grads.input_norm is not None:
+        if need_x or grads.norm_before_attention is not None:
             grad_normed, pn = qkv.buffer.gradient(Incoming(grad_qkv), n.scales, dropouts.qkv)
             if mask is not None:
                 grad_normed.mul_(mask)
-            # as wide as the layer before takes it over, in whose backward it most likely goes
+            # as wide as the backward of the layer before needs it, which then copies nothing
             wide = empty_rows(x, x.shape[0], frozen.down.grad_columns)
-            grad_x = wide[:, :width]
+            grad_x = wide[:, : x.shape[1]]
             norm_backward(
-                grad_normed, grad_residual, x, frozen.input_norm, rstd, grad_x, grads.input_norm
-            )
+                grad_normed, grad_residual, x, frozen.norm_before_attention, rstd, grad_x,
+                grads.norm_before_attention,
+            )  # fmt: skip
             if x.dtype == qkv.A.dtype:
-                frozen.borders.handover.offer(wide)
+                frozen.filling.handover.offer(wide)
         elif any(one.A for one in need):
             pn = qkv.buffer.adapter_gradient(grad_qkv[:, : qkv.out], n.scales)
         all_B = sums.add_B(qkv, adapters, need, grad_qkv, n.z)

@@ -1,7 +1,8 @@
 """The operands of DecoderLayer: what it trains, what it does not, and whether they fit together.
 
-An autograd function takes and returns its tensors in a flat row. `Trained` names them: `from_row`
-reads the tensors, or autograd's flags for them, and `row` writes their gradients in that order.
+An autograd function takes and returns its tensors as a flat sequence. `Trained` names them:
+`from_flat` reads the tensors, or autograd's flags for them, and `flat` writes their gradients in
+that order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from fused_mlp.dropout import Masks, draw_masks
 from fused_mlp.utils import compute_dtype
 
 from ..kernels.head_norms import HeadNorms
-from .buffer import Bordered, Dropout
+from .buffer import Dropout, WeightGroup
 from .filling import Adapter, Filling
 from .residual import Norm
 
@@ -36,6 +37,19 @@ class Adapters(NamedTuple):
     def qkv(self) -> tuple[Adapter, Adapter, Adapter]:
         return self.q, self.k, self.v
 
+    @property
+    def from_o(self) -> "OutputAdapters":
+        return OutputAdapters(self.o, self.gate, self.up, self.down)
+
+
+class OutputAdapters(NamedTuple):
+    """The adapters from o on."""
+
+    o: Adapter
+    gate: Adapter
+    up: Adapter
+    down: Adapter
+
 
 class Others(NamedTuple):
     """The biases and norms of a layer in which some are trained. If one bias is trained, all biases
@@ -49,10 +63,10 @@ class Others(NamedTuple):
     gate_bias: Any = None
     up_bias: Any = None
     down_bias: Any = None
-    input_norm: Any = None
-    post_norm: Any = None
-    attended_norm: Any = None
-    mlp_norm: Any = None
+    norm_before_attention: Any = None
+    norm_after_attention: Any = None
+    norm_before_mlp: Any = None
+    norm_after_mlp: Any = None
 
     @property
     def qkv_biases(self) -> tuple[Any, Any, Any]:
@@ -63,6 +77,7 @@ class Others(NamedTuple):
         return self.gate_bias, self.up_bias
 
 
+NORMS = tuple(name for name in Others._fields if name.startswith("norm_"))
 TENSORS = 2 * len(Adapters._fields)  # of adapters: A and B of each projection
 
 
@@ -73,9 +88,9 @@ class Trained(NamedTuple):
     others: Others | None
 
     @classmethod
-    def from_row(cls, row: Sequence) -> "Trained":
-        """Name the values of a row: A and B of each adapter, then Others, if there are any."""
-        adapters, others = row[:TENSORS], row[TENSORS:]
+    def from_flat(cls, values: Sequence) -> "Trained":
+        """Name these values: A and B of each adapter, then Others, if there are any."""
+        adapters, others = values[:TENSORS], values[TENSORS:]
         if len(adapters) != TENSORS:
             raise ValueError(
                 f"{NAME}: {len(adapters)} adapter tensors given, should be {TENSORS}: A "
@@ -89,8 +104,8 @@ class Trained(NamedTuple):
         pairs = zip(adapters[::2], adapters[1::2], strict=True)
         return cls(Adapters(*map(Adapter._make, pairs)), Others(*others) if others else None)
 
-    def row(self) -> Iterator:
-        """Return the values as `from_row` takes them."""
+    def flat(self) -> Iterator:
+        """Return the values as `from_flat` takes them."""
         for adapter in self.adapters:
             yield from adapter
         yield from self.others or ()
@@ -99,60 +114,64 @@ class Trained(NamedTuple):
 class FrozenLayer(NamedTuple):
     """The operands of DecoderLayer that it does not train."""
 
-    input_norm: Norm | None  # None: attention takes hidden as it is
-    post_norm: Norm | None  # before the MLP; None likewise
-    qkv: Bordered
-    o: Bordered
-    gate_up: Bordered
-    down: Bordered
-    borders: Filling
+    norm_before_attention: Norm | None  # None: attention takes hidden as it is
+    norm_before_mlp: Norm | None  # None likewise
+    qkv: WeightGroup
+    o: WeightGroup
+    gate_up: WeightGroup
+    down: WeightGroup
+    filling: Filling
+    # of what attention and the MLP add to the residual; None: as it is
+    norm_after_attention: Norm | None = None
+    norm_after_mlp: Norm | None = None
+    multiplier: float = 1.0  # likewise of both
+    activation: str = "silu"  # of gate, as LoRA_MLP has it: "gelu_tanh" for GELU by tanh
     heads: int = 0  # 0: it has no attention
     kv_heads: int = 0
     attention_scaling: float = 1.0
     head_norms: HeadNorms | None = None  # of q, k and v; None: q and k turn as they are
     has_gate: bool = False  # q's projection gives a gate beside each head (`output_gate.py`)
     interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
+    # of q, k, v, o, gate, up and down: the probability with which an element of the adapter's input
+    # is dropped, None to share the mask of the projection before; empty: none is
+    dropout_rates: tuple[float | None, ...] = ()
+
+    # --- of one call alone ---
+
+    seed: Tensor | None = None  # [1] int64, of all masks: `draw_seed(hidden.device)`
     # [batch or 1, positions] in fp32, multiplies q after RoPE; None: 1
     q_scale: Tensor | None = None
-    multiplier: float = 1.0  # of what attention and the MLP add to the residual
-    attended_norm: Norm | None = None  # of what attention adds to the residual; None: as it is
-    mlp_norm: Norm | None = None  # likewise of the MLP
-    activation: str = "silu"  # of gate, as LoRA_MLP has it: "gelu_tanh" for GELU by tanh
-    # False while checkpointing runs a layer again only for what it saves: no output is computed
-    output_needed: bool = True
-    # of q, k, v, o, gate, up and down: the probability with which an element of the adapter's input
-    # is dropped; empty: none is
-    dropouts: tuple[float | None, ...] = ()
-    seed: Tensor | None = None  # [1] int64, of all masks: `draw_seed(hidden.device)`, for each call
     # [n], of batch * positions: the only tokens whose output is needed, each once; that of others
     # is 0, and their gradient is not read. None: all
-    rows: Tensor | None = None
+    needed_tokens: Tensor | None = None
+    # False while checkpointing runs a layer again only for what it saves: no output is computed
+    output_needed: bool = True
 
     @property
-    def groups(self) -> tuple[Bordered, Bordered, Bordered, Bordered]:
+    def groups(self) -> tuple[WeightGroup, WeightGroup, WeightGroup, WeightGroup]:
         return self.qkv, self.o, self.gate_up, self.down
 
     @property
-    def adds_attended_as_it_is(self) -> bool:
-        return self.attended_norm is None and self.multiplier == 1.0
+    def attention_adds_directly(self) -> bool:
+        return self.norm_after_attention is None and self.multiplier == 1.0
 
     @property
-    def adds_mlp_as_it_is(self) -> bool:
-        return self.mlp_norm is None and self.multiplier == 1.0
+    def mlp_adds_directly(self) -> bool:
+        return self.norm_after_mlp is None and self.multiplier == 1.0
 
     def with_others(self, others: Others | None) -> "FrozenLayer":
         """Return the operands, with their biases and norms replaced by those given in Others."""
         if others is None:
             return self
+        norms: dict[str, Any] = {
+            name: _with_weight(name, getattr(self, name), getattr(others, name)) for name in NORMS
+        }
         return self._replace(
             qkv=_with_biases("qkv", self.qkv, others.qkv_biases),
             o=_with_biases("o", self.o, (others.o_bias,)),
             gate_up=_with_biases("gate_up", self.gate_up, others.gate_up_biases),
             down=_with_biases("down", self.down, (others.down_bias,)),
-            input_norm=_with_weight("input_norm", self.input_norm, others.input_norm),
-            post_norm=_with_weight("post_norm", self.post_norm, others.post_norm),
-            attended_norm=_with_weight("attended_norm", self.attended_norm, others.attended_norm),
-            mlp_norm=_with_weight("mlp_norm", self.mlp_norm, others.mlp_norm),
+            **norms,
         )
 
     def for_backward(self) -> "FrozenLayer":
@@ -171,7 +190,7 @@ def _with_weight(name: str, norm: Norm | None, weight: Tensor | None) -> Norm | 
     return norm._replace(weight=weight)
 
 
-def _with_biases(name: str, group: Bordered, biases: Sequence[Tensor | None]) -> Bordered:
+def _with_biases(name: str, group: WeightGroup, biases: Sequence[Tensor | None]) -> WeightGroup:
     """Return the group with its bias replaced by those of its projections, unless all are None."""
     if all(bias is None for bias in biases):
         return group
@@ -217,20 +236,20 @@ class Dropouts(NamedTuple):
 
 
 def draw_dropouts(
-    frozen: FrozenLayer, tokens: int, wanted: Sequence[Bordered] | None = None
+    frozen: FrozenLayer, tokens: int, wanted: Sequence[WeightGroup] | None = None
 ) -> Dropouts:
     """Draw the masks of the projections' inputs; from o on those of needed tokens alone.
 
     wanted: the groups to draw for, None for all. Their masks are the same, whichever these are.
     """
-    if not any(frozen.dropouts):
+    if not any(frozen.dropout_rates):
         return Dropouts()
     groups = [group for group in frozen.groups for _ in group.out_features]
     dropouts = [
         dropout if wanted is None or any(group is one for one in wanted) else 0.0
-        for dropout, group in zip(frozen.dropouts, groups, strict=True)
+        for dropout, group in zip(frozen.dropout_rates, groups, strict=True)
     ]
-    needed = tokens if frozen.rows is None else len(frozen.rows)
+    needed = tokens if frozen.needed_tokens is None else len(frozen.needed_tokens)
     rows = [tokens if group is frozen.qkv else needed for group in groups]
     columns = [group.in_features for group in groups]
     masks = draw_masks(NAME, frozen.seed, dropouts, rows, columns)
@@ -242,7 +261,7 @@ def draw_dropouts(
     ))  # fmt: skip
 
 
-def _dropout(group: Bordered, masks: Masks) -> Dropout | None:
+def _dropout(group: WeightGroup, masks: Masks) -> Dropout | None:
     return Dropout(masks, group.blocks) if any(masks) else None
 
 
@@ -262,7 +281,7 @@ def check_operands(
     check_adapters(NAME, "down", (adapters.down,), frozen.down)
 
 
-def check_layer_input(name: str, hidden: Tensor, group: Bordered) -> None:
+def check_layer_input(name: str, hidden: Tensor, group: WeightGroup) -> None:
     """Raise ValueError unless hidden is what this group's projections can read."""
     if hidden.ndim != 3 or hidden.shape[2] != group.in_features:
         raise ValueError(
@@ -277,7 +296,7 @@ def check_layer_input(name: str, hidden: Tensor, group: Bordered) -> None:
         )
 
 
-def check_adapters(name: str, part: str, adapters: Sequence[Adapter], group: Bordered) -> None:
+def check_adapters(name: str, part: str, adapters: Sequence[Adapter], group: WeightGroup) -> None:
     """Raise ValueError unless A and B of each projection fit the border."""
     inputs = group.in_features
     sizes = zip(adapters, group.out_features, group.blocks, strict=True)

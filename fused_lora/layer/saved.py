@@ -1,6 +1,6 @@
 """Everything that DecoderLayer's backward needs, by name.
 
-`save_for_backward` keeps and watches a flat row of tensors. `save` and `restore` pass a record
+`save_for_backward` keeps and watches a flat row of tensors. `store` and `restore` pass a record
 through it: `split` takes the tensors out of a record of records, `join` puts others in their place.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.qkv_attention import Attention, AttentionSaved
 from ..rerun import once, recompute_record
-from .buffer import Bordered, ProductInput
+from .buffer import ProductInput, WeightGroup
 from .operands import Adapters, Dropouts, FrozenLayer, Others
 from .residual import Normed
 
@@ -67,9 +67,9 @@ class Saved(NamedTuple):
 
 
 def store(ctx: Any, record: tuple) -> None:
-    """Keep a record for `restore`: its tensors by save_for_backward, all else as it is. What a
-    checkpoint recomputes makes the record again, and saves one tensor: once autograd frees that,
-    what the checkpoint keeps is freed as well."""
+    """Keep a record for `restore`: its tensors by save_for_backward, all else on ctx. Under a
+    checkpoint one tensor is saved, and the recompute makes the record again. Once autograd frees
+    that tensor, what the checkpoint keeps is freed as well."""
     ctx.recompute = recompute_record(record)
     if ctx.recompute is not None:
         ctx.save_for_backward(next(one for one in record if isinstance(one, Tensor)))
@@ -79,6 +79,7 @@ def store(ctx: Any, record: tuple) -> None:
 
 
 def restore(ctx: Any) -> Any:
+    """Return the record that `store` kept."""
     tensors = ctx.saved_tensors  # raises if autograd has freed them
     return join(ctx.without_tensors, tensors) if ctx.recompute is None else ctx.recompute()
 
@@ -101,8 +102,8 @@ class _Tensor:
 TENSOR = _Tensor()
 
 
-# Tuples of numbers: `FrozenLayer.for_backward` leaves no tensor in a Bordered.
-WITHOUT_TENSORS = (torch.Size, Bordered)
+# Tuples of numbers: `FrozenLayer.for_backward` leaves no tensor in a WeightGroup.
+WITHOUT_TENSORS = (torch.Size, WeightGroup)
 
 
 def split(record: Record) -> tuple[list[Tensor], Record]:

@@ -183,13 +183,13 @@ class GraphedStep(Joinable):
     def reset(self) -> None:
         """Drop all graphs and their memory. Every set of shapes starts over with eager calls. All
         ranks call it, and get rank 0's trained parameters."""
-        self._drop()
+        self._start_over()
         if self._held.ranks > 1:
             self._held.start_alike()
             for refresh in self.after_update:
                 refresh()
 
-    def _drop(self) -> None:
+    def _start_over(self) -> None:
         if self._graphs:
             self._cuda.synchronize()  # they may be running
             self._graphs.clear()
@@ -299,7 +299,7 @@ class GraphedStep(Joinable):
                 )
             replay_update = self._cuda.capture(noted(self._update))[0] if update else None
         except Exception as error:
-            self._drop()
+            self._start_over()
             cause = causes[0] if causes else error
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None

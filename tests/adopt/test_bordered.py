@@ -26,7 +26,7 @@ BF16 = {"dtype": torch.bfloat16}
 def groups_of(layer):
     """The layer's four buffers, as its next forward has them, and the adapters that go there."""
     *row, frozen = read_layer(layer)
-    return frozen.groups, Trained.from_row(row).adapters
+    return frozen.groups, Trained.from_flat(row).adapters
 
 
 def base_layers(layer):

@@ -187,8 +187,8 @@ def test_a_layer_that_computes_labelled_tokens_alone_drops_of_those(device, monk
     fusion = Fusion(layer=True, cross_entropy=True)
     fused, plain = model_with(fusion, device), follow(model_with(None, device), OF_LAYER)
     got = step(fused)
-    rows = calls[-1][-1].rows
-    assert calls[0][-1].rows is None and 0 < len(rows) < 34
+    rows = calls[-1][-1].needed_tokens
+    assert calls[0][-1].needed_tokens is None and 0 < len(rows) < 34
     for module in layer_of(plain, 1).modules():
         if isinstance(module, Masked) and module.stream >= OF_LAYER["o_proj"]:
             module.rows = rows

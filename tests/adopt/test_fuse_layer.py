@@ -67,7 +67,8 @@ def test_layers_join_every_other_part_in_bf16_where_they_run_again(calls, device
     parts = {"rms_norm": norm, "cross_entropy": loss, "mlp": [], "attention": [], "rope": []}
     assert done.fused == {"layer": NAMES, "checkpoint": NAMES, **parts} and not done.left
     assert_right(fused, plain, autocast=True, length=9)
-    rows = [None if inputs[-1].rows is None else len(inputs[-1].rows) for inputs in calls]
+    needed = [inputs[-1].needed_tokens for inputs in calls]
+    rows = [None if tokens is None else len(tokens) for tokens in needed]
     # with a fused loss the last one of two computes labelled tokens alone, and runs once
     assert rows == [None, 2 * 9 - 2 - 3, None] * 3
 

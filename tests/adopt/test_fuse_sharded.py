@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fused_lora import Fusion, fuse, report, shard_base
+from fused_lora.adopt.default_border import _places_of
 from fused_lora.adopt.projection import Projection
-from fused_lora.adopt.scratch_border import _places_of
 
 RANKS = 2
 EVERYTHING = Fusion(**ALL, layer=True)

@@ -197,7 +197,7 @@ def test_a_backward_writes_again_what_another_forward_may_have_written(
     loss = fused(**inputs).loss
     _forget_memory(_decoder_in(fused))
     for borders in filter(None, map(borders_of, fused.modules())):
-        buffers = [border.buffer() for border in borders.borders]
+        buffers = [border.buffer() for border in borders.by_group]
         for buffer in buffers:
             buffer.A.zero_(), buffer.sB.zero_()
         buffers[0].encode(buffers)

@@ -36,7 +36,7 @@ def wanted(monkeypatch):
     apply = DecoderLayer.apply
 
     def spy(*inputs):
-        rows = inputs[-1].rows
+        rows = inputs[-1].needed_tokens
         seen.append(None if rows is None else len(rows))
         return apply(*inputs)
 
@@ -51,7 +51,7 @@ def with_rows(inputs, rows):
     """The operands of a layer whose output is wanted of these rows alone; None: of all."""
     if rows is not None:
         rows = torch.tensor(rows, dtype=torch.int64, device=inputs[0].device)
-    return [*inputs[:-1], inputs[-1]._replace(rows=rows)]
+    return [*inputs[:-1], inputs[-1]._replace(needed_tokens=rows)]
 
 
 @pytest.mark.slow("[0, 3, 4, 11, 17]")

@@ -136,7 +136,7 @@ def test_rows_are_taken_over_only_where_they_are_the_gradient(between, taken, de
     got = gradients(function, copies=False)
     # nobody takes the first layer's offer until the next one replaces it
     assert taken == [False, is_taken]
-    frozen.borders.handover.take(grad, 0)
+    frozen.filling.handover.take(grad, 0)
     want = gradients(function, copies=True)
     assert not taken[-1] and len(got) == 29
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
@@ -222,7 +222,7 @@ ERRORS = [
         r"gate_up: A 1 is \[8, 51\] and B 1 \[139, 8\], should be \[r, 52\] and \[139, r\]",
     ),
     ({"v_bias": narrow}, r"qkv: bias 2 is \[25\], should be \[26\]"),
-    ({"mlp_norm": None}, "10 biases and norms given, should be none, or each of q_bias, k_bias"),
+    ({"norm_after_mlp": None}, "10 biases and norms given, should be none, or each of q_bias, "),
     ({"o_A": lambda t: torch.cat((t, t))}, r"o: A 0 is \[16, 52\].* of one r up to 8"),
 ]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...kernels.fp8_rows import E4M3, codes_and_scales
-from ...layer.buffer import Bordered
+from ...layer.buffer import WeightGroup
 from ...layer.fp8.buffer import Fp8Buffer
 from ...layer.scratch import Scratches
 from ..borders import Border, Layout, held_bias, layout_of, move_biases
@@ -71,7 +71,7 @@ class Fp8Border(Border):
         dtype: torch.dtype,
         scratches: Scratches,
         group: int,
-    ) -> tuple[Bordered, bool]:
+    ) -> tuple[WeightGroup, bool]:
         places, layout = self._kept or (None, None)
         held = [getattr(one.weight, "buffer", None) for one in reads if not is_of_codes(one.base)]
         buffer: Any = (held or [self._checkpoint_buffer])[0]

@@ -123,10 +123,10 @@ class Fp8Buffer(Buffer):
             copy.copy_(x)
         return y, ProductInput(codes[:, : x.shape[1]], z, scales), rstd
 
-    def adds_beside(self, dropout: Dropout | None) -> bool:
-        """An FP8 matmul cannot accumulate into the residual. It rounds before that is added, but by
-        then includes the adapter."""
-        return dropout is None
+    def accumulates(self, dropout: Dropout | None) -> bool:
+        """An FP8 matmul cannot add to the residual. It rounds before that is added, but by then
+        includes the adapter."""
+        return dropout is not None
 
     def add_projected(
         self, x: Tensor, extended: Tensor | None, residual: Tensor, total: Tensor,
@@ -160,18 +160,16 @@ class Fp8Buffer(Buffer):
 
     def norm_backward(
         self, grad_y: Tensor, grad_residual: Tensor, x: Tensor, norm: Norm | None,
-        rstd: Tensor | None, grad_x: Tensor, rows: Tensor, grad_weight: Tensor | None,
-        is_read: bool,
-    ) -> Incoming:  # fmt: skip
+        rstd: Tensor | None, grad_weight: Tensor | None, is_read: bool,
+    ) -> tuple[Tensor, Incoming]:  # fmt: skip
         if norm is None or rstd is None or grad_weight is not None or not is_read:
-            return super().norm_backward(
-                grad_y, grad_residual, x, norm, rstd, grad_x, rows, grad_weight, is_read
-            )
+            return super().norm_backward(grad_y, grad_residual, x, norm, rstd, grad_weight, is_read)
+        grad_x, rows = self.rows_for_gradient(x)
         codes = norm_backward_codes(
             grad_y, grad_residual, x, norm.weight, rstd, grad_x, self.scales,
             self._codes_t.shape[1], norm.zero_centered,
         )  # fmt: skip
-        return Incoming(rows, Codes(*codes, x.dtype))
+        return grad_x, Incoming(rows, Codes(*codes, x.dtype))
 
     def swiglu_backward(
         self, grad_hidden: Tensor, gate_up: Tensor, products: SwiGLUProducts, activation: str,

@@ -1,5 +1,5 @@
-"""The buffers of layers whose weights are in 4 bits, or spread over ranks: views of memory that all
-layers share.
+"""The buffers of a layer whose user asks for no other kind: memory of its own for plain weights,
+and views of memory that all layers share for weights in 4 bits or spread over ranks.
 
 FSDP2 gathers a layer's weights before its forward and before its backward, and frees them after
 each. They come back in the same parameters, which it has made itself, so a buffer can keep these
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdRef
 
 from ..kernels.packed_4bit import Packed4bit
 from ..kernels.rows import empty_rows
-from ..layer.buffer import Bordered, Buffer
+from ..layer.buffer import Buffer, WeightGroup
 from ..layer.scratch import Scratch, ScratchBuffer, Scratches
 from ..layer.shards import Shard
 from .borders import Border, Layout, held_bias, layout_of, move_biases
@@ -24,7 +24,7 @@ from .projection import Projection
 from .sharded_weight import ShardedWeight
 
 
-class ScratchBorder(Border):
+class DefaultBorder(Border):
     """A Border that also takes weights in 4 bits, beside others or alone, those that FSDP2 gathers
     and those of `shard_base`. All are written into a scratch in each pass. Without any, it is a
     Border."""
@@ -46,7 +46,7 @@ class ScratchBorder(Border):
         dtype: torch.dtype,
         scratches: Scratches,
         group: int,
-    ) -> tuple[Bordered, bool]:
+    ) -> tuple[WeightGroup, bool]:
         is_gathered = any(is_gathered_in(read.base) for read in reads)
         if not is_gathered and not any(read.is_packed or is_sharded(read) for read in reads):
             self._kept = None
