@@ -1,5 +1,5 @@
-"""The buffers of a layer whose user asks for no other kind: memory of its own for plain weights,
-and views of memory that all layers share for weights in 4 bits or spread over ranks.
+"""The buffers of a layer whose user asks for no other kind. Plain weights lie in them. Those in 4
+bits, or spread over ranks, are written into memory that all layers share.
 
 FSDP2 gathers a layer's weights before its forward and before its backward, and frees them after
 each. They come back in the same parameters, which it has made itself, so a buffer can keep these
