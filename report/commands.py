@@ -19,7 +19,7 @@ from bench.published import setting_name
 from bench.records import KernelRow, Kernels, Run, SummaryRow
 from bench.terminal import console
 from report.comparison import compare, comparison_table
-from report.fits import fits_table
+from report.fits import RANKING, fits_table
 from report.several_gpus import COLUMNS as SEVERAL_GPUS_COLUMNS
 from report.several_gpus import scaled
 from report.statistics import NOISE, summarize
@@ -177,7 +177,7 @@ def fits_only(gib: float, folder: Path) -> int:
     else:
         runs = [_loaded_from(folder, "--fits")]
     tables = [fits_table(run, gib) for run in runs]
-    console.print("\n\n".join(tables), soft_wrap=True, markup=False)
+    console.print("\n\n".join([*tables, RANKING]), soft_wrap=True, markup=False)
     return 0
 
 

@@ -78,9 +78,16 @@ def fitting_points(points: list[Point], gib: float) -> list[Point]:
     return sorted(inside, key=lambda point: -(point.speedup or 0))
 
 
+RANKING = (
+    "Ranked by the speedup, measured in the same rounds; what has none comes last. Milliseconds "
+    "are medians of a variant's own rounds: those of two variants may be of different runs, and do "
+    "not rank them."
+)
+
+
 def fits_table(run: Run, gib: float) -> str:
-    """Write the fastest few of each length and how many more fit. Below the table say how they are
-    ranked, and name model, base and card."""
+    """Write the fastest few of each length and how many more fit, below a line that names model,
+    base, batch, card and what speedups are over. `RANKING` explains the order."""
     lines = []
     for seq_len in run.experiment.seq_lens:
         points = points_of(run, seq_len)
@@ -102,11 +109,9 @@ def fits_table(run: Run, gib: float) -> str:
             lines.append([str(seq_len), "nothing measured", "", "", ""])
     references = {_reference(run, seq_len) for seq_len in run.experiment.seq_lens}
     said = (
-        f"Ranked by the speedup over {' or '.join(sorted(map(title_of, references)))}, measured in "
-        "the same rounds; what has none comes last. Milliseconds are medians of a variant's own "
-        "rounds: those of two variants may be of different runs, and do not rank them. Measured: "
-        f"{run.experiment.model}{on_base(run)}, batch {run.experiment.batch_size}, "
-        f"{run.environment.device}."
+        f"{run.experiment.model}{on_base(run)}, batch {run.experiment.batch_size}, on an "
+        f"{run.environment.device}; speedup over "
+        f"{' or '.join(sorted(map(title_of, references)))}:"
     )
-    header = ["tokens", f"fits{on_base(run)}", "speedup", "step, ms", "reserved, GiB"]
-    return f"{markdown_table(header, lines)}\n\n{said}"
+    header = ["tokens", "fits", "speedup", "step, ms", "reserved, GiB"]
+    return f"{said}\n\n{markdown_table(header, lines)}"
