@@ -59,6 +59,22 @@ class Layout(NamedTuple):
         return WeightGroup(buffer, reads[0].weight.shape[1], self.outs, self.blocks, scalings)
 
 
+class Wanted(NamedTuple):
+    """The projections that a buffer is to hold, and what it is made with.
+
+    parts: the projections, or the parts they split into, each with an adapter and a rank. dtype:
+    the model's, which the weights may not show. scratches: the model's, for weights that are stored
+    in another form. group: which of a layer's buffers it is.
+    """
+
+    reads: Sequence[Projection]
+    parts: Sequence[Projection]
+    ranks: Sequence[int]
+    dtype: torch.dtype
+    scratches: Scratches
+    group: int
+
+
 class _Made(NamedTuple):
     """A buffer as made: where its weights and biases went, and its layout."""
 
@@ -108,28 +124,16 @@ class Border:
         """Return the buffer, None if there is none yet."""
         return None if self._buffer is None else self._buffer()
 
-    def find_or_make(
-        self,
-        reads: Sequence[Projection],
-        parts: Sequence[Projection],
-        ranks: Sequence[int],
-        dtype: torch.dtype,
-        scratches: Scratches,
-        group: int,
-    ) -> tuple[WeightGroup, bool]:
+    def find_or_make(self, wanted: Wanted) -> tuple[WeightGroup, bool]:
         """Return the buffer, with room for adapters of these ranks, and whether it had to be made.
-
-        parts: the projections, or the parts they split into, each with an adapter and a rank.
-        scratches: the model's, for weights that are stored in another form. group: which of a
-        layer's buffers it is.
 
         Making it allocates one [out + width, in + width] tensor, and a second one for untrained
         biases, if there are any. Parameters stay the same objects and become views of these.
         """
-        made = self._made
+        made, reads, parts = self._made, wanted.reads, wanted.parts
         fits = made is not None and made.places == _places_of(reads) and made.layout.has_room(parts)
         if not fits:
-            made = self._made = _make(reads, parts, ranks)
+            made = self._made = _make(reads, parts, wanted.ranks)
         assert made is not None
         buffer = self.buffer() if fits else None
         if buffer is None:
@@ -248,8 +252,8 @@ class LayerBorders(Filling):
         """
         every = zip(self.by_group, groups, parts, ranks, strict=True)
         found = [
-            border.find_or_make(reads, split, group_ranks, dtype, self.scratches, group)
-            for group, (border, reads, split, group_ranks) in enumerate(every)
+            border.find_or_make(Wanted(reads, split, ranks_of_parts, dtype, self.scratches, group))
+            for group, (border, reads, split, ranks_of_parts) in enumerate(every)
         ]
         device = found[0][0].A.device
         if device.type == "cuda" and any(was_made for _, was_made in found):

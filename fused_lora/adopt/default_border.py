@@ -15,9 +15,9 @@ from torch.utils.weak import WeakIdRef
 from ..kernels.packed_4bit import Packed4bit
 from ..kernels.rows import empty_rows
 from ..layer.buffer import Buffer, WeightGroup
-from ..layer.scratch import Scratch, ScratchBuffer, Scratches
+from ..layer.scratch import Scratch, ScratchBuffer
 from ..layer.shards import Shard
-from .borders import Border, Layout, held_bias, layout_of, move_biases
+from .borders import Border, Layout, Wanted, held_bias, layout_of, move_biases
 from .foreign.parallel import is_gathered_in
 from .four_bit.reading import packed, places_of
 from .projection import Projection
@@ -38,27 +38,20 @@ class DefaultBorder(Border):
     def buffer(self) -> Buffer | None:
         return super().buffer() if self._kept is None else self._kept[2]
 
-    def find_or_make(
-        self,
-        reads: Sequence[Projection],
-        parts: Sequence[Projection],
-        ranks: Sequence[int],
-        dtype: torch.dtype,
-        scratches: Scratches,
-        group: int,
-    ) -> tuple[WeightGroup, bool]:
+    def find_or_make(self, wanted: Wanted) -> tuple[WeightGroup, bool]:
+        reads, parts = wanted.reads, wanted.parts
         is_gathered = any(is_gathered_in(read.base) for read in reads)
         if not is_gathered and not any(read.is_packed or is_sharded(read) for read in reads):
             self._kept = None
-            return super().find_or_make(reads, parts, ranks, dtype, scratches, group)
+            return super().find_or_make(wanted)
         places = _places_of(reads, is_gathered)
         if self._kept is not None:
             kept_places, layout, buffer = self._kept
             if kept_places == places and layout.has_room(parts):
                 return layout.bordered(buffer, reads, parts), False
         self._kept = None
-        layout = layout_of(reads[0].weight, parts, ranks)
-        buffer = _make(reads, layout, scratches, group, is_gathered)
+        layout = layout_of(reads[0].weight, parts, wanted.ranks)
+        buffer = _make(wanted, layout, is_gathered)
         self._kept = _places_of(reads, is_gathered), layout, buffer  # biases may have moved
         return layout.bordered(buffer, reads, parts), False
 
@@ -93,9 +86,8 @@ def _place_of(read: Projection) -> tuple:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _make(
-    reads: Sequence[Projection], layout: Layout, scratches: Scratches, group: int, is_gathered: bool
-) -> ScratchBuffer:
+def _make(wanted: Wanted, layout: Layout, is_gathered: bool) -> ScratchBuffer:
+    reads, scratches, group = wanted.reads, wanted.scratches, wanted.group
     like, inputs = reads[0].weight, reads[0].weight.shape[1]
     key = group, layout, inputs, like.dtype, like.device  # o and down may be alike
     if key not in scratches:

@@ -10,8 +10,7 @@ from torch import nn
 from ...kernels.fp8_rows import E4M3, codes_and_scales
 from ...layer.buffer import WeightGroup
 from ...layer.fp8.buffer import Fp8Buffer
-from ...layer.scratch import Scratches
-from ..borders import Border, Layout, held_bias, layout_of, move_biases
+from ..borders import Border, Layout, Wanted, held_bias, layout_of, move_biases
 from ..foreign.parallel import is_dtensor
 from ..four_bit.reading import is_4bit
 from ..layer_reading import base_layers
@@ -63,15 +62,8 @@ class Fp8Border(Border):
         self._kept: tuple[tuple, Layout] | None = None  # places of biases and codes
         self._checkpoint_buffer: Fp8Buffer | None = None
 
-    def find_or_make(
-        self,
-        reads: Sequence[Projection],
-        parts: Sequence[Projection],
-        ranks: Sequence[int],
-        dtype: torch.dtype,
-        scratches: Scratches,
-        group: int,
-    ) -> tuple[WeightGroup, bool]:
+    def find_or_make(self, wanted: Wanted) -> tuple[WeightGroup, bool]:
+        reads, parts = wanted.reads, wanted.parts
         places, layout = self._kept or (None, None)
         held = [getattr(one.weight, "buffer", None) for one in reads if not is_of_codes(one.base)]
         buffer: Any = (held or [self._checkpoint_buffer])[0]
@@ -84,8 +76,8 @@ class Fp8Border(Border):
         )
         if not fits:
             self._checkpoint_buffer = None  # free its memory for the next
-            layout = layout_of(reads[0].weight, parts, ranks)
-            buffer = _make_fp8(reads, layout, dtype)
+            layout = layout_of(reads[0].weight, parts, wanted.ranks)
+            buffer = _make_fp8(reads, layout, wanted.dtype)
             self._checkpoint_buffer = buffer if len(held) < len(reads) else None
             self._kept = _places_of(reads), layout
             self._buffer = weakref.ref(buffer)
