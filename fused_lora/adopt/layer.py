@@ -136,15 +136,16 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
     norms = norms_of(layer)
     (norm_form,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
-    in_order = before_attention, after_attention, before_mlp, after_mlp = [
+    its_norms = [
         Norm(norms[name].weight, getattr(norms[name], norm_form.eps), norm_form.zero_centered)
         if name
         else None
         for name in names_of_norms(form)
     ]
+    before_attention, after_attention, before_mlp, after_mlp = its_norms
     every = [part for group in parts for part in group]
     adapters = (tensor for read in every for tensor in (read.A, read.B))
-    others = _others(every, *in_order)
+    others = _others(every, *its_norms)
     return *adapters, *others, FrozenLayer(
         norm_before_attention=before_attention, norm_after_attention=after_attention,
         norm_before_mlp=before_mlp, norm_after_mlp=after_mlp, qkv=qkv, o=o, gate_up=gate_up,
