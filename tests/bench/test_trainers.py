@@ -10,18 +10,21 @@ pytestmark = WITHOUT_GPU
 SIZES = ("--tokens", "16", "--steps", "1", "--warm-up", "1", "--batch-size", "1")
 
 
-@pytest.mark.slow
-def test_each_run_has_a_row_and_one_that_fails_leaves_its_error_there(
-    capsys, tmp_path, monkeypatch
-):
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """Arguments for a tiny model, which sees four chats."""
     pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
     monkeypatch.setattr(processes, "_Process", InThread)
-    chats = trainers.data_of("SFT")[:4]
-    monkeypatch.setattr(trainers, "data_of", lambda kind: chats)
+    data_of = trainers.data_of
+    monkeypatch.setattr(trainers, "data_of", lambda kind: data_of(kind)[:4])
     model = str(trainers.HERE / "configs" / "tiny.json")
-    asked = ["--model", model, "--kinds", "SFT", "--cache", str(tmp_path), *SIZES]
+    return ["--model", model, "--cache", str(tmp_path), *SIZES]
+
+
+@pytest.mark.slow
+def test_each_run_has_a_row_and_one_that_fails_leaves_its_error_there(tiny, capsys):
     runs = [trainers.PLAIN, trainers.UNSLOTH, trainers.GRAPHED]
-    assert trainers.main([*asked, "--runs", *runs]) == 1
+    assert trainers.main([*tiny, "--kinds", "SFT", "--runs", *runs]) == 1
     printed = capsys.readouterr().out
     assert "layer: 2 of 2 layers fused" in printed
     assert "all steps run eagerly: the model is on cpu" in printed
@@ -36,17 +39,10 @@ def test_each_run_has_a_row_and_one_that_fails_leaves_its_error_there(
 
 
 @pytest.mark.slow
-def test_grpo_is_timed_without_generation_and_plain_peft_may_run_twice(
-    capsys, tmp_path, monkeypatch
-):
-    pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
-    monkeypatch.setattr(processes, "_Process", InThread)
-    chats = trainers.data_of("GRPO")[:4]
-    monkeypatch.setattr(trainers, "data_of", lambda kind: chats)
-    model = str(trainers.HERE / "configs" / "tiny.json")
+def test_grpo_is_timed_without_generation_and_plain_peft_may_run_twice(tiny, capsys):
     runs = [trainers.PLAIN] * 2
-    asked = ["--model", model, "--kinds", "GRPO", "--cache", str(tmp_path), "--completion", "2"]
-    assert trainers.main([*asked, *SIZES, "--batch-size", "2", "--runs", *runs]) == 0
+    given = [*tiny, "--kinds", "GRPO", "--completion", "2", "--batch-size", "2"]
+    assert trainers.main([*given, "--runs", *runs]) == 0
     printed = capsys.readouterr().out
     rows = rows_in(printed[printed.rindex("| trainer") :])
     assert [row["run"] for row in rows] == runs
