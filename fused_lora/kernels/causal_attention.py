@@ -35,16 +35,14 @@ from fused_mlp.launching import cdiv, launch
 from .rows import check_rows
 from .tiling import dots_in_fp32
 
-# Tokens of a tile. The tensor cores take 64 rows at a time. With 128 the sums would not fit into
-# registers.
-BLOCK_POSITIONS = 64
-
 # Up to these many positions our forward, and our backward, is faster than PyTorch's.
 FORWARD_POSITIONS = 64
 MAX_POSITIONS = 512  # what was measured
 
-# Half heads that work as tiles: powers of two, and at least 16 for tl.dot.
-HALVES = (16, 32, 64)
+# Half heads that work as tiles: powers of two, and at least 16 for tl.dot. Wider ones than
+# HALF_EVERYWHERE are for documents, where PyTorch needs a mask of positions x positions.
+HALVES = (16, 32, 64, 128)
+HALF_EVERYWHERE = 64
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -53,16 +51,37 @@ LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
 
 class Launch(NamedTuple):
-    """Keys of a tile, and Triton's warps and stages."""
+    """Queries and keys of a tile, and Triton's warps and stages."""
 
+    queries: int
     keys: int
     warps: int
     stages: int
 
 
-# The fastest of those tried, on an H200 and, with documents, on an H100.
-FORWARD = Launch(keys=32, warps=4, stages=2)
-FORWARD_OF_DOCUMENTS = Launch(keys=64, warps=4, stages=3)
+class Launches(NamedTuple):
+    """A kernel's launches.
+
+    The first two are the fastest of those tried, on an H200 and, with documents, on an H100. The
+    tensor cores take 64 rows at a time. With 128 the sums would not fit into registers. Documents
+    with heads of 256 are not timed: few registers spill, and 99 kB of shared memory are enough.
+    """
+
+    usual: Launch
+    documents: Launch
+    wide: Launch  # documents with heads of 256
+
+    def choose(self, head_dim: int, documents: Tensor | None) -> Launch:
+        if documents is None:
+            return self.usual
+        return self.documents if head_dim // 2 <= HALF_EVERYWHERE else self.wide
+
+
+FORWARD = Launches(
+    usual=Launch(queries=64, keys=32, warps=4, stages=2),
+    documents=Launch(queries=64, keys=64, warps=4, stages=3),
+    wide=Launch(queries=64, keys=32, warps=8, stages=2),
+)
 
 
 @triton.jit
@@ -192,18 +211,21 @@ def fits_kernels(
 ) -> bool:
     """Return True if these kernels can run on [q | k | v].
 
-    Halves of heads must be tiles. Unless rows hold documents, positions must be few enough. On a
-    GPU fp32 is out: its tiles do not fit into a multiprocessor.
+    Halves of heads must be tiles. Unless rows hold documents, positions and head_dim must be small
+    enough. On a GPU fp32 is out: its tiles do not fit into a multiprocessor.
     """
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    is_small = positions <= MAX_POSITIONS and head_dim // 2 <= HALF_EVERYWHERE
     return (
         positions > 0
-        and (positions <= MAX_POSITIONS or documents is not None)
+        and (is_small or documents is not None)
         and heads % kv_heads == 0
-        and fits_heads(qkv.dtype, qkv.shape[1] // (heads + 2 * kv_heads))
+        and fits_heads(qkv.dtype, head_dim)
     )
 
 
 def fits_heads(dtype: torch.dtype, head_dim: int) -> bool:
+    """Return True if these kernels can attend to documents with such heads."""
     is_interpreted = not isinstance(_attention_forward_kernel, triton.JITFunction)
     return head_dim // 2 in HALVES and (dtype != torch.float32 or is_interpreted)
 
@@ -253,13 +275,13 @@ def causal_attention_forward(
             f"{qkv.device}"
         )
     logsumexp = qkv.new_empty(batch, heads, positions, dtype=torch.float32)
-    keys, warps, stages = FORWARD if documents is None else FORWARD_OF_DOCUMENTS
+    queries, keys, warps, stages = FORWARD.choose(head_dim, documents)
     if batch:  # an empty grid cannot be launched
         launch(
-            kernel, (batch * heads, cdiv(positions, BLOCK_POSITIONS)),
+            kernel, (batch * heads, cdiv(positions, queries)),
             qkv, documents, None if sinks is None else sinks.contiguous(), attended, logsumexp,
             positions, qkv.stride(0), attended.stride(0), scaling * LOG2_E.value, heads, kv_heads,
-            head_dim, BLOCK_POSITIONS, keys, window or 0, dots_in_fp32(kernel, qkv),
+            head_dim, queries, keys, window or 0, dots_in_fp32(kernel, qkv),
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return attended, logsumexp
@@ -285,8 +307,8 @@ def head_dim_of(
         raise ValueError(
             f"{name}: [q | k | v] is {list(qkv.shape)} in {qkv.dtype}, should be [batch * "
             f"{positions}, {parts} * head_dim]; up to {MAX_POSITIONS} positions, head_dim "
-            f"{', '.join(str(2 * half) for half in HALVES)}, as many heads for each of k and v, "
-            "and on a GPU bfloat16 or float16"
+            f"{', '.join(str(2 * half) for half in HALVES)} ({2 * HALVES[-1]} with documents), as "
+            "many heads for each of k and v, and on a GPU bfloat16 or float16"
         )
     if documents is not None:
         given = list(documents.shape), documents.dtype, documents.device, documents.is_contiguous()

@@ -40,9 +40,9 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, launch
 
 from .causal_attention import (
-    BLOCK_POSITIONS,
     LOG2_E,
     Launch,
+    Launches,
     dot,
     first_seen,
     head_dim_of,
@@ -54,10 +54,16 @@ from .rotation import load_halves, store_turned_back
 from .rows import check_alike, check_rows
 from .tiling import dots_in_fp32
 
-# The fastest of those tried, on an H200 and, with documents, on an H100.
-BACKWARD_QUERIES = Launch(keys=32, warps=4, stages=2)
-BACKWARD_QUERIES_OF_DOCUMENTS = Launch(keys=64, warps=4, stages=2)
-BACKWARD_KEYS = Launch(keys=BLOCK_POSITIONS, warps=4, stages=2)
+BACKWARD_QUERIES = Launches(
+    usual=Launch(queries=64, keys=32, warps=4, stages=2),
+    documents=Launch(queries=64, keys=64, warps=4, stages=2),
+    wide=Launch(queries=32, keys=32, warps=4, stages=2),
+)
+BACKWARD_KEYS = Launches(
+    usual=Launch(queries=64, keys=64, warps=4, stages=2),
+    documents=Launch(queries=64, keys=64, warps=4, stages=2),
+    wide=Launch(queries=32, keys=32, warps=8, stages=2),
+)
 
 
 @triton.jit
@@ -224,20 +230,19 @@ def causal_attention_backward(
     dots = torch.empty_like(logsumexp)
     angles = angles_of(cos, sin)
     score_scale, in_fp32 = scaling * LOG2_E.value, dots_in_fp32(kernel, qkv)
-    blocks = cdiv(positions, BLOCK_POSITIONS)
-    keys, warps, stages = BACKWARD_QUERIES if documents is None else BACKWARD_QUERIES_OF_DOCUMENTS
+    queries, keys, warps, stages = BACKWARD_QUERIES.choose(head_dim, documents)
     launch(
-        kernel, (batch * heads, blocks),
+        kernel, (batch * heads, cdiv(positions, queries)),
         grad, qkv, documents, attended, logsumexp, dots, *angles, grad_qkv, positions,
         grad.stride(0), qkv.stride(0), attended.stride(0), grad_qkv.stride(0),
-        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK_POSITIONS, keys,
+        scaling, score_scale, heads, kv_heads, head_dim // 2, queries, keys,
         window or 0, in_fp32, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    _, warps, stages = BACKWARD_KEYS
+    queries, keys, warps, stages = BACKWARD_KEYS.choose(head_dim, documents)
     launch(
-        _attention_keys_backward_kernel, (batch * kv_heads, blocks),
+        _attention_keys_backward_kernel, (batch * kv_heads, cdiv(positions, keys)),
         grad, qkv, documents, logsumexp, dots, *angles, grad_qkv, positions,
         grad.stride(0), qkv.stride(0), grad_qkv.stride(0),
-        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK_POSITIONS, window or 0,
-        in_fp32, num_warps=warps, num_stages=stages,
+        scaling, score_scale, heads, kv_heads, head_dim // 2, keys, queries,
+        window or 0, in_fp32, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -24,7 +24,7 @@ def _attend_keys_backward(
     k_1, k_2, v, key, sequence, grad_rows, logsumexp_rows, dots_rows, kv_head, first_query, end,
     positions, qkv_row_stride, grad_row_stride, score_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, IN_FP32: tl.constexpr,
+    QUERIES: tl.constexpr, WINDOW: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
     """Return the gradients of a tile of keys, in halves and not scaled, and of its values. The
     queries run from first_query up to `end`, in all heads that share these keys."""
@@ -34,12 +34,12 @@ def _attend_keys_backward(
     grad_k_1 = tl.zeros([BLOCK, HALF], tl.float32)
     grad_k_2 = tl.zeros([BLOCK, HALF], tl.float32)
     grad_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
-    blocks = tl.cdiv(end - first_query, BLOCK)
+    zeros = tl.zeros([BLOCK, QUERIES], tl.float32)
+    blocks = tl.cdiv(end - first_query, QUERIES)
     # a single loop over the heads and their queries keeps the next loads in flight
     for i in range(0, GROUP * blocks):
         head = kv_head * GROUP + i // blocks
-        query = first_query + i % blocks * BLOCK + tl.arange(0, BLOCK)
+        query = first_query + i % blocks * QUERIES + tl.arange(0, QUERIES)
         is_query = query < end
         mask = is_query[:, None]
         q_1, q_2 = load_halves(
@@ -83,6 +83,7 @@ def _attention_keys_backward_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
     WINDOW: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):
@@ -108,7 +109,7 @@ def _attention_keys_backward_kernel(
         grad_k_1, grad_k_2, grad_v = _attend_keys_backward(
             k_1, k_2, v, key, sequence, grad_rows, logsumexp_rows, dots_rows, kv_head, start,
             _end_of_seeing(positions, start + BLOCK, WINDOW), positions, qkv_row_stride,
-            grad_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, WINDOW, IN_FP32,
+            grad_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, QUERIES, WINDOW, IN_FP32,
         )  # fmt: skip
         store_turned_back(
             row, k_column, grad_k_1 * scaling, grad_k_2 * scaling, cos_ptr, sin_ptr, angle, is_key,
@@ -128,7 +129,7 @@ def _attention_keys_backward_kernel(
             grad_k_1, grad_k_2, grad_v = _attend_keys_backward(
                 k_1, k_2, v, key, sequence, grad_rows, logsumexp_rows, dots_rows, kv_head, first,
                 _end_of_seeing(end, next, WINDOW), positions, qkv_row_stride, grad_row_stride,
-                score_scale, HEADS, KV_HEADS, HALF, BLOCK, WINDOW, IN_FP32,
+                score_scale, HEADS, KV_HEADS, HALF, BLOCK, QUERIES, WINDOW, IN_FP32,
             )  # fmt: skip
             store_turned_back(
                 row, k_column, grad_k_1 * scaling, grad_k_2 * scaling, cos_ptr, sin_ptr, angle,

@@ -35,8 +35,14 @@ def is_documents(mask: Tensor | None) -> bool:
     return mask is not None and mask.dtype == torch.int32
 
 
-def mask_of_documents(documents: Tensor) -> Tensor:
+def mask_of_documents(documents: Tensor, window: int | None = None) -> Tensor:
     """Return what scaled_dot_product_attention takes for them, [batch, 1, positions, positions]:
-    True where a token may attend, which is up to itself within its document."""
+    True where a token may attend, which is up to itself within its document.
+
+    window: how many tokens it sees, itself the last; None: all of these.
+    """
     place = torch.arange(documents.shape[3], device=documents.device)
-    return (place >= documents[:, :, 0, :, None]) & (place <= place[:, None])
+    firsts = documents[:, :, 0, :, None]
+    if window is not None:
+        firsts = torch.maximum(firsts, place[:, None] - (window - 1))
+    return (place >= firsts) & (place <= place[:, None])

@@ -83,11 +83,12 @@ def attention_forward(
     `causal_attention_forward` has them.
 
     Raises:
-        ValueError: there are sinks or a window, and our kernels cannot run.
+        ValueError: there are sinks, or a window without documents, and our kernels cannot run.
     """
     positions, heads, kv_heads, scaling, _, window, _ = attention
+    is_bounded = is_documents(mask)
     documents, mask = _documents_or_mask(qkv, mask, attention)
-    is_ours = sinks is not None or window is not None
+    is_ours = sinks is not None or (window is not None and not is_bounded)
     if is_ours and mask is not None:
         raise ValueError(
             "attention with sinks or a window takes no mask: give None, or documents_of's bounds "
@@ -182,7 +183,7 @@ def _documents_or_mask(
     sizes = attention.positions, attention.heads, attention.kv_heads
     if causal_attention.fits_kernels(qkv, *sizes, mask):
         return mask, None
-    return None, mask_of_documents(mask)
+    return None, mask_of_documents(mask, attention.window)
 
 
 def _backend_backward(

@@ -162,6 +162,7 @@ def launch_layer():
     causal_attention_backward.causal_attention_backward(
         grad, qkv, cos, cos, attended, logsumexp, KV_HEADS, 0.1, grad_qkv, documents, window=40
     )
+    launch_wide_attention(documents)
     grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     qkv_rope.rope_backward(*grads, cos, cos, qkv)
     qkv_rope.rope_together(*grads, cos, cos, qkv)
@@ -200,6 +201,21 @@ def launch_layer():
     swiglu_forward_product(gate_up, empty(RANK, COLUMNS), hidden, None, None, "gelu_tanh")
     sums_over_tokens([(hidden, products[:1])])
     launch_dropout(gate_up, hidden, products)
+
+
+def launch_wide_attention(documents):
+    """Launch attention to documents with heads of 256."""
+    heads, kv_heads, head_dim = 8, 4, 256
+    qkv = empty(TOKENS, (heads + 2 * kv_heads) * head_dim)
+    cos, grad = empty(1, POSITIONS, head_dim), empty(TOKENS, heads * head_dim)
+    for window in (None, 40):
+        attended, logsumexp = causal_attention.causal_attention_forward(
+            qkv, POSITIONS, heads, kv_heads, 0.1, documents, window=window
+        )
+        causal_attention_backward.causal_attention_backward(
+            grad, qkv, cos, cos, attended, logsumexp, kv_heads, 0.1, torch.empty_like(qkv),
+            documents, window,
+        )  # fmt: skip
 
 
 def launch_dropout(gate_up, hidden, products):

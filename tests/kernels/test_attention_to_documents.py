@@ -18,8 +18,12 @@ CASES = {
     "sinks and a window": ([[5, 1, 124], [130]], 2, 1, 32),
     "a window": ([[70, 60]], 2, 1, 32),
     "a window of one": ([[3, 66]], 2, 1, 32),
+    "heads of no kernel and a window": ([[5, 9, 3]], 4, 2, 16),
+    "heads of 256": ([[38, 1, 31]], 2, 1, 256),
+    "heads of 256 and a window": ([[3, 67]], 2, 1, 256),
 }
-WINDOWS = {"sinks and a window": 40, "a window": 65, "a window of one": 1}
+WINDOWS = {"sinks and a window": 40, "a window": 65, "a window of one": 1,
+           "heads of no kernel and a window": 4, "heads of 256 and a window": 20}  # fmt: skip
 
 
 def positions_of(lengths, device="cpu"):
@@ -69,7 +73,7 @@ def assert_right(case, given):
         assert_within_budget(*row)
 
 
-@pytest.mark.slow("tiles begin and end anywhere-dtype9", "of one token", "heads of no kernel")
+@pytest.mark.slow("tiles begin and end anywhere-dtype12", "of one token", "heads of no kernel")
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, torch.bfloat16) for case in CASES]
@@ -110,6 +114,15 @@ def test_gpt_oss_own_sizes_are_within_the_error_budget(name, device, monkeypatch
     monkeypatch.setitem(CASES, name, ([[512], [300, 212]], 64, 8, 64))
     monkeypatch.setitem(WINDOWS, name, 128 if name in WINDOWS else None)
     assert_right(name, make(name, torch.bfloat16, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["heads of 256", "heads of 256 and a window"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gemma_3s_own_sizes_are_within_the_error_budget(name, dtype, device, monkeypatch):
+    monkeypatch.setitem(CASES, name, ([[2000, 1, 500, 499], [3000]], 8, 4, 256))
+    monkeypatch.setitem(WINDOWS, name, 1024 if name in WINDOWS else None)
+    assert_right(name, make(name, dtype, device))
 
 
 def test_a_document_of_nan_changes_no_other(device):

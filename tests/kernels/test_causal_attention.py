@@ -112,5 +112,9 @@ def test_what_they_are_for(device):
     ):
         qkv = torch.empty(*shape, dtype=dtype, device=device)
         assert fits_kernels(qkv, positions, heads, kv_heads) == want, (shape, positions)
+    documents = torch.empty(1, 1, 2, 513, dtype=torch.int32, device=device)
+    for head_dim, want in ((256, True), (512, False)):
+        qkv = torch.empty(513, 4 * head_dim, dtype=dtype, device=device)
+        assert fits_kernels(qkv, 513, 2, 1, documents) == want, head_dim
     fp32 = torch.empty(64, 128, device=device)
     assert fits_kernels(fp32, 64, 2, 1) == (device == "cpu")

@@ -131,6 +131,7 @@ def test_the_backends_calls_have_their_arguments_in_order(backend, monkeypatch):
         ("tiles", True, []),
         ("GQA", False, []),
         ("more than a tile", False, ["backward"]),
+        ("heads of 256", False, []),
     ],
 )
 def test_our_own_kernels_run_where_they_fit(size, masked, ran, device, monkeypatch):
