@@ -99,7 +99,7 @@ FAULTS = (
     Fault("fused_lora/step/graph.py", "else loss / self.accumulation_steps", "else loss", "step",
           "graph"),
     # --- adopt ---
-    Fault("fused_lora/adopt/documents.py", "window < longest", "window < longest - 1", "adopt",
+    Fault("fused_lora/adopt/documents.py", "window < positions", "window < 0", "adopt",
           "fuse_documents"),
     Fault("fused_lora/adopt/documents.py", "tokens and why_call(decoder.embed_tokens)",
           "tokens and False", "adopt", "fuse_documents"),

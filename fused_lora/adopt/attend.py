@@ -40,16 +40,32 @@ def has_sinks(attention: nn.Module) -> bool:
     return form is not None and bool(form.sinks)
 
 
+def window_of(attention: Any) -> int | None:
+    """Return how many tokens each sees, itself the last, as transformers' mask for this attention
+    has it. None: all up to itself."""
+    path = dict(known_form(attention, "Attention").passes).get("sliding_window")
+    if path is None:  # it may have one, as in Qwen2-MoE, that only the mask knows
+        return getattr(attention, "sliding_window", None)
+    return attrgetter(path)(attention)
+
+
+def window_beside(attention: Any, mask: Any) -> int | None:
+    """Return the window of an attention that its documents do not imply. None: any other mask has
+    it, or their rows are shorter."""
+    if not (isinstance(mask, Tensor) and is_documents(mask)):
+        return None
+    window = window_of(attention)
+    return None if window is None or window >= mask.shape[3] else window
+
+
 def mask_for_attention(attention: Any, mask: Any, dtype: torch.dtype) -> Any:
     """Return a mask that transformers' attention accepts. Documents are converted: with sinks to
     what the eager attention adds to its scores, in this dtype."""
     if not (isinstance(mask, Tensor) and is_documents(mask)):
         return mask
-    seen = mask_of_documents(mask)
+    seen = mask_of_documents(mask, window_beside(attention, mask))
     if not has_sinks(attention):
         return seen
-    if (window := attention.sliding_window) is not None:
-        seen = seen.triu(1 - window)
     return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 

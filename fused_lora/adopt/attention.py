@@ -236,7 +236,7 @@ def _run_as_one(
         _frozen_qkv(qkv), frozen_linear(o), attention.head_dim, attention.scaling,
         head_norms_of(attention), seed_for(hidden_states, *(one.dropout for one in reads)),
         write_again, known_form(attention, "Attention").interleaved, q_scale,
-        *sinks_and_window_of(attention),
+        *sinks_and_window_of(attention, mask),
     )  # fmt: skip
     return LoRA_Attention.apply(hidden_states, *angles, mask, *tensors_of(reads), frozen), None
 

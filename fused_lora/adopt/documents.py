@@ -24,7 +24,7 @@ from ..kernels.documents import documents_of
 from ..label_check import IGNORED
 from ..step import padding_seen
 from ..step.graphed_module import is_graphed
-from .attend import has_sinks, turns
+from .attend import has_sinks, turns, window_of
 from .attention import output_of, read_qkv, why_not_as_one, why_not_sdpa
 from .foreign.forwards import fused_parts_of
 from .foreign.hooks import has_hooks
@@ -80,7 +80,7 @@ def decoder_forward(
         and isinstance(position_ids, Tensor)
         and position_ids.ndim == 2
         and not _has_axes(decoder)
-        and takes_documents(decoder, position_ids.shape[1])
+        and takes_documents(decoder)
         and all(map(_separates_documents, decoder.layers))
     ):
         documents = documents_of(position_ids.expand(len(batch), -1))
@@ -94,7 +94,7 @@ def decoder_forward(
 
 
 def have_sinks(decoder: Any) -> bool:
-    """Return True for a decoder whose attention has sinks. Its sliding window is the kernels'."""
+    """Return True for a decoder whose attention has sinks."""
     return any(
         has_sinks(layer.self_attn) for layer in decoder.layers if "self_attn" in layer._modules
     )
@@ -111,7 +111,7 @@ def _bounds_of_rows(decoder: Any, batch: Tensor, mask: Any) -> Any:
         is_of_tokens = isinstance(mask, Tensor) and mask.shape == batch.shape[:2]
         if not is_of_tokens or is_capturing(mask):
             return mask
-    if not takes_documents(decoder, 1) or not (mask is None or bool(mask.all())):
+    if not takes_documents(decoder) or not (mask is None or bool(mask.all())):
         return mask
     return _padding_apart(torch.ones(batch.shape[:2], dtype=torch.bool, device=batch.device))
 
@@ -132,11 +132,10 @@ def _has_axes(decoder: Any) -> bool:
     return "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
 
 
-def takes_documents(decoder: Any, longest: int) -> bool:
-    """Return True if all attention of a decoder runs fused, on kernels that handle documents up to
-    `longest` tokens. An attention that steps aside anyway turns them into a mask."""
-    window = None if have_sinks(decoder) else getattr(decoder.config, "sliding_window", None)
-    if torch.compiler.is_compiling() or (window is not None and window < longest):
+def takes_documents(decoder: Any) -> bool:
+    """Return True if all attention of a decoder runs fused, on kernels that handle documents. An
+    attention that steps aside anyway turns them into a mask."""
+    if torch.compiler.is_compiling():
         return False
     its_module = vars(sys.modules[type(decoder).__module__])
     makes_own_masks = why_replaced(masking_utils.__name__, *MASKS) is None and all(
@@ -164,6 +163,12 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
     return not reason and reads.are_all and reason_of(read_output, output_of(attention)) is None
 
 
+def _slides(decoder: Any, positions: int) -> bool:
+    """Return True if an attention of this decoder has a window shorter than a row."""
+    windows = (window_of(layer.self_attn) for layer in decoder.layers)
+    return any(window is not None and window < positions for window in windows)
+
+
 def _separates_documents(layer: Any) -> bool:
     return known_form(layer.self_attn, "Attention").separates_documents
 
@@ -174,7 +179,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
 
     inputs: the decoder's arguments by name. labels: [batch, positions], each at the token that
     predicts it. The result is exact if no padding predicts a label and no cache is filled, with
-    sinks if none lies between tokens, and if padding does not change RoPE.
+    a shorter window if none lies between tokens, and if padding does not change RoPE.
 
     The graph of a `GraphedStep` has one shape, so its batch keeps the padding and has documents as
     its mask. This needs eager calls that saw padding, none of it predicting a label or lying
@@ -193,7 +198,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         or (position_ids is not None and position_ids.ndim != 2)
         or inputs.get("past_key_values") is not None
         or fills_cache(decoder, inputs.get("use_cache"))
-        or not takes_documents(decoder, mask.shape[1])
+        or not takes_documents(decoder)
     ):
         return inputs, labels
     is_token = mask.bool().to(labels.device)
@@ -207,14 +212,15 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs | {"attention_mask": _padding_apart(is_token)}, labels
     places = is_token.flatten().nonzero().squeeze(1)
     is_exact, is_padded = not is_predicting.any(), len(places) < is_token.numel()
-    place_matters = seen is not None or is_graphed(decoder) or have_sinks(decoder)
+    slides = _slides(decoder, mask.shape[1])
+    place_matters = seen is not None or is_graphed(decoder) or slides
     is_parted = is_padded and place_matters and bool(_is_parted(is_token).any())
     if seen is not None:
         seen.is_there |= is_padded
         seen.is_apart &= is_exact and not is_parted
     if is_graphed(decoder) and is_exact and not is_parted:
         return inputs | {"attention_mask": _padding_apart(is_token)}, labels
-    if is_parted and have_sinks(decoder):  # its sliding window counts the padding
+    if is_parted and slides:  # transformers' window counts the padding
         return inputs, labels
     if not len(places) or not is_padded or not is_exact or is_graphed(decoder):
         return inputs, labels

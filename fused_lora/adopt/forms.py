@@ -24,10 +24,10 @@ class AttentionForm(NamedTuple):
     separates_documents: transformers' masks separate the documents of packed rows.
     scales_q: it multiplies q by a scale that grows with the position, as Llama 4 does.
     sinks: the attribute with one more score for each head's softmax, whose value is 0; "": none.
-        sliding_window is then its window, None for none.
     shares_angles: cos and sin hold the angles of one half, which the other shares.
-    passes: options of the attention function, each with the attribute passed for it. Transformers'
-        sdpa reads no softcap, so fused attention caps no scores either.
+    passes: options of the attention function, each with the attribute passed for it. That of
+        sliding_window is its window. Transformers' sdpa reads no softcap, so fused attention caps
+        no scores either.
     """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")

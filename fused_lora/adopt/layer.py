@@ -25,7 +25,7 @@ from ..layer.scratch import Scratches
 from ..layer.shards import Gathering
 from ..rerun import once, saving_last
 from .aside import say_once
-from .attend import mask_for_attention, q_scale_of, turns
+from .attend import mask_for_attention, q_scale_of, turns, window_beside
 from .attention import head_norms_of, why_not_inputs
 from .borders import Border, LayerBorders
 from .default_border import DefaultBorder
@@ -307,10 +307,15 @@ def _run(
     *trained, frozen = _operands_now(layer, reads)
     angles = position_embeddings if turns(layer.self_attn) else (None, None)
     seed = seed_for(hidden_states, *frozen.dropout_rates)
+    window = window_beside(layer.self_attn, mask)
 
     def run(output_needed: bool) -> Tensor:
         now = frozen._replace(
-            output_needed=output_needed, needed_tokens=rows, seed=seed, q_scale=q_scale
+            output_needed=output_needed,
+            needed_tokens=rows,
+            seed=seed,
+            q_scale=q_scale,
+            window=window,
         )
         return DecoderLayer.apply(hidden_states, *angles, mask, *trained, now)
 

@@ -13,17 +13,16 @@ from fused_mlp.utils import compute_dtype
 
 from ..kernels.causal_attention import fits_heads
 from ..kernels.documents import is_documents
-from .attend import dropout_of, has_sinks
+from .attend import dropout_of, has_sinks, window_beside
 from .foreign.originals import why_replaced
 from .known import known_form
 
 
-def sinks_and_window_of(attention: Any) -> tuple[Tensor | None, int | None]:
+def sinks_and_window_of(attention: Any, mask: Any) -> tuple[Tensor | None, int | None]:
     """Return the sinks [heads] and the sliding window that our kernels have to take, None for
     none."""
-    return (
-        (_sinks_of(attention), attention.sliding_window) if has_sinks(attention) else (None, None)
-    )
+    sinks = _sinks_of(attention) if has_sinks(attention) else None
+    return sinks, window_beside(attention, mask)
 
 
 def _sinks_of(attention: Any) -> Tensor:

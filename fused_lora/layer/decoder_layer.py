@@ -125,8 +125,8 @@ class DecoderLayer(torch.autograd.Function):
             residual and its gradient then stay fp32.
         cos, sin: [batch or 1, positions, head_dim or less], as rope's. They get no gradient. None,
             both: q and k are not turned.
-        mask: None, for causal attention, or what scaled_dot_product_attention takes. It gets no
-            gradient.
+        mask: None, for causal attention, or what scaled_dot_product_attention takes, or documents'
+            bounds, beside which frozen.window hides older tokens. It gets no gradient.
         adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors in bf16,
             fp16 or fp32. They are copied into the borders, in the buffers' dtype and scaled.
         others: the fields of Others, which replace frozen's: norms in hidden's dtype, biases in

@@ -47,8 +47,9 @@ def add_attention(
     or into its copy."""
     extended, out = rows_for_o(qkv, len(x), frozen, dropout)
     attention = Attention(
-        positions, frozen.heads, frozen.kv_heads, frozen.attention_scaling, frozen.interleaved
-    )
+        positions, frozen.heads, frozen.kv_heads, frozen.attention_scaling, frozen.interleaved,
+        frozen.window,
+    )  # fmt: skip
     before_gate = None
     if frozen.has_gate:
         assert raw is not None

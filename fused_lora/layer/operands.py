@@ -141,6 +141,7 @@ class FrozenLayer(NamedTuple):
     seed: Tensor | None = None  # [1] int64, of all masks: `draw_seed(hidden.device)`
     # [batch or 1, positions] in fp32, multiplies q after RoPE; None: 1
     q_scale: Tensor | None = None
+    window: int | None = None  # tokens of its document that each sees, itself the last; None: all
     # [n], of batch * positions: the only tokens whose output is needed, each once; that of others
     # is 0, and their gradient is not read. None: all
     needed_tokens: Tensor | None = None

@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases.families_case import FAMILIES, UNKNOWN
+from cases.families_case import FAMILIES, UNKNOWN, WINDOW
 from cases.fused_case import ALL, assert_close, assert_same, values_of
 from cases.fused_case import step as step_of
 from cases.peft_models import ids
 from cases.reference import BUDGET, random, relative_error
 
 from fused_lora import Fusion, fuse, unfuse
+from fused_lora.adopt.attend import mask_for_attention, window_of
 from fused_lora.adopt.layer import read_layer
+from fused_lora.kernels.documents import documents_of
 from fused_lora.layer.decoder_layer import DecoderLayer
 
 EVERY = pytest.mark.parametrize("name", FAMILIES)
@@ -207,6 +209,33 @@ def test_packed_rows_of_granite_4_see_each_other_as_in_transformers(device):
     with torch.no_grad():
         logits = [model(packed[0], position_ids=packed[1]).logits for model in (fused, plain)]
     assert relative_error(*logits) < 0.05
+
+
+@pytest.mark.parametrize("name", [
+    "Mistral", "Ministral", "Ministral 3", "CWM", "Qwen2", "Qwen3", "SmolLM3", "OLMo 3",
+    "Qwen3-MoE", "Qwen2-MoE", "Mixtral", "Gemma 2", "Gemma 3", "Gemma 4", "Phi-3",
+])  # fmt: skip
+def test_documents_with_the_window_of_each_layer_are_transformers_mask(name, device):
+    config = FAMILIES[name].config
+    slides = WINDOW if config.get("sliding_window") is None else {}
+    switch = {"use_sliding_window": True, "attn_implementation": "sdpa"}
+    family = replace(FAMILIES[name], config=config | slides | switch)
+    if name == "Gemma 2" and family.not_whole:
+        pytest.skip("it has no sdpa")
+    model, seen = family.base_model().to(device), []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda attention, _, given: seen.append((attention, given["attention_mask"])),
+            with_kwargs=True,
+        )
+    tokens = ids(device)[:, :9]
+    position_ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]] * 2, device=device)
+    model(tokens, position_ids=position_ids)
+    documents = documents_of(position_ids)
+    windows = [window_of(attention) for attention, _ in seen]
+    assert len(seen) == 2 and windows[0] == 4
+    for attention, mask in seen:
+        assert torch.equal(mask_for_attention(attention, documents, torch.float32), mask)
 
 
 def test_gemma_2_caps_its_scores_where_transformers_does(device):

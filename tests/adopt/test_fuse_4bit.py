@@ -136,8 +136,8 @@ def test_a_layer_computes_in_another_dtype_as_if_it_were_fused_then(device):
 
 def test_packed_rows_have_no_mask_of_positions_x_positions(device):
     fused, plain, _ = pair(device, dtype=torch.bfloat16, config={"head_dim": 32})
-    assert takes_documents(fused.get_base_model().model, 8)
-    assert not takes_documents(plain.get_base_model().model, 8)
+    assert takes_documents(fused.get_base_model().model)
+    assert not takes_documents(plain.get_base_model().model)
 
 
 def test_layers_take_turns_in_one_memory_which_goes_with_the_model(device):
