@@ -62,7 +62,7 @@ BACKWARD_QUERIES = Launches(
 BACKWARD_KEYS = Launches(
     usual=Launch(queries=64, keys=64, warps=4, stages=2),
     documents=Launch(queries=64, keys=64, warps=4, stages=2),
-    wide=Launch(queries=32, keys=32, warps=8, stages=2),
+    wide=Launch(queries=32, keys=32, warps=4, stages=2),
 )
 
 

@@ -30,9 +30,9 @@ def pair(device, fusion, family="Qwen2", **changes):
     return fused, plain
 
 
-def documents(device):
+def documents(device, seed=3):
     """Return each document's token ids and labels. Its first token has no label."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     found = []
     for length in LENGTHS:
         tokens = torch.randint(96, (length,), generator=generator)
@@ -42,15 +42,17 @@ def documents(device):
     return found
 
 
-def on(device, batch):
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+def on(model, batch):
+    def moved(value):
+        return value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+
+    return {k: moved(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 def step(model, *batches):
     """Run a step on these batches, adding their losses."""
-    device = next(model.parameters()).device
-    items = torch.tensor(10, device=device)
-    losses = [model(**on(device, one), num_items_in_batch=items).loss for one in batches]
+    items = torch.tensor(10, device=model.device)
+    losses = [model(**on(model, one), num_items_in_batch=items).loss for one in batches]
     return values_of(model, sum(losses))
 
 
@@ -71,10 +73,10 @@ def assert_trained_as(got, plain, *batches):
     assert_within_budget("loss and gradients", *as_one)
 
 
-def one_by_one():
+def one_by_one(seed=3):
     return [
         {name: torch.tensor([values]) for name, values in document.items()}
-        for document in documents("cpu")
+        for document in documents("cpu", seed)
         if len(document["labels"]) > 1  # one token predicts nothing
     ]
 
@@ -110,13 +112,15 @@ GEMMA_3 = SLIDING | {"head_dim": 256, "query_pre_attn_scalar": 4096}  # scores o
 )
 def test_packed_documents_train_as_they_do_alone(family, fusion, collate, config, device, no_masks):
     fused, plain = pair(device, fusion, family, **config)
-    batch = DataCollatorWithFlattening(**collate)(documents(device))
-    assert ("cu_seq_lens_q" in batch) is bool(collate)
-    got = step(fused, batch)
-    assert_trained_as(got, plain, *one_by_one())
+    seeds = (3, 4, 5, 6) if device == "cuda" else (3,)  # bf16's error on one batch is luck
+    flattened = DataCollatorWithFlattening(**collate)
+    batches = [flattened(documents(device, seed)) for seed in seeds]
+    assert all(("cu_seq_lens_q" in batch) is bool(collate) for batch in batches)
+    got = step(fused, *batches)
+    assert_trained_as(got, plain, *(one for seed in seeds for one in one_by_one(seed)))
     ran = "DecoderLayer" if fusion is WHOLE else "LoRA_Attention"
-    assert got.functions[ran] == len(layers(fused))
-    assert got.functions["LinearCrossEntropy"] == 1
+    assert got.functions[ran] == len(seeds) * len(layers(fused))
+    assert got.functions["LinearCrossEntropy"] == len(seeds)
 
 
 def padded(side, device):
@@ -175,7 +179,7 @@ def test_a_hook_on_a_decoder_or_its_embeddings_sees_the_padded_batch(name, famil
 def test_padding_leaves_the_inputs_of_each_layer_as_well(device):
     """Whoever gives Gemma 4 embeddings may give those of its layers beside them."""
     fused, plain = pair(device, PARTS, "Gemma4Text", **GEMMA_4)
-    batch, decoder = on(device, padded("right", device)), plain.base_model.model.model
+    batch, decoder = on(plain, padded("right", device)), plain.base_model.model.model
     tokens = batch.pop("input_ids")
     batch["inputs_embeds"] = decoder.embed_tokens(tokens).detach()
     batch["per_layer_inputs"] = decoder.get_per_layer_inputs(tokens, None).detach()

@@ -313,7 +313,7 @@ def test_torchrun_ends_all_ranks_with_the_message_of_one(tmp_path):
     """NCCL tells nobody that one rank has failed. torchrun notices, and ends the others."""
     (tmp_path / "train.py").write_text(FAILING)
     tests = Path(__file__).parent
-    paths = os.pathsep.join(map(str, (tests, tests.parent, tests.parents[1])))
+    paths = os.pathsep.join(map(str, (tests, tests.parent, tests.parents[1], *sys.path)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ran = subprocess.run(
         [*command, tmp_path / "train.py"], capture_output=True, text=True, timeout=SECONDS,
