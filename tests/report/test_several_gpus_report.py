@@ -11,15 +11,16 @@ PLAIN, GRAPH = "vanilla_peft", "fused_layer_graph"
 
 
 def run_on(gpus, over_apart, **changed):
-    """Return a run of steps of 100 ms in two rounds, whose GPUs are this fast over those apart. The
-    first alone is faster by a fifth."""
-    variants = {PLAIN: 1.0, GRAPH: over_apart}
+    """Return a run of two rounds. Plain PEFT, whose steps take 200 ms, waits for a noisy host; the
+    graph's take 100 ms, and its GPUs are this fast over those apart. The first alone is faster by a
+    fifth."""
+    variants = {PLAIN: (200.0, 0.6), GRAPH: (100.0, over_apart)}
     run = example.empty(variants=[*variants], seq_lens=[64, 512], rounds=2, steps=4, gpus=gpus)
-    for variant, share in variants.items():
+    for variant, (ms, share) in variants.items():
         for seq_len, number in ((64, 1), (64, 2), (512, 1), (512, 2)):
-            own = [GpuTimes("card", [100.0] * 2, [100 * share] * 2, [80.0] * (gpu == 0))
+            own = [GpuTimes("card", [ms] * 2, [ms * share] * 2, [0.8 * ms] * (gpu == 0))
                    for gpu in range(gpus)]  # fmt: skip
-            run.add(example.timed_cell(variant, seq_len, number, [100.0] * 2, gpus=own))
+            run.add(example.timed_cell(variant, seq_len, number, [ms] * 2, gpus=own))
     return run
 
 
@@ -33,7 +34,7 @@ def test_the_speed_of_all_is_held_against_the_sum_of_each_and_against_one():
 
 def test_the_section_has_a_row_for_each_length_and_variant_of_each_run():
     lines = several_gpus_section([run_on(2, 0.99), run_on(4, 0.97)]).splitlines()
-    assert lines[0].startswith("![Up to 4 GPUs keep 97% or more of the speed that each has by")
+    assert lines[0].startswith("![At their fastest, up to 4 GPUs keep 97% or more of the")
     assert lines[4].startswith("2 × NVIDIA H200 · ")
     rows = [line for line in lines if line.startswith("| ") and "GPUs" not in line]
     assert len([row for row in rows if "---" not in row]) == 8
@@ -53,5 +54,5 @@ def test_the_picture_has_a_panel_for_each_length_and_shows_one_kind_of_gpu():
         line = drawn["fused layers, CUDA graph"]
         assert [*line.get_xdata()] == [1, 2, 4]
         assert [*line.get_ydata()] == pytest.approx([100, 99, 97])
-    assert finding([run_on(2, 0.99)]).startswith("Two GPUs keep 99%")
+    assert finding([run_on(2, 0.99)]).startswith("At their fastest, two GPUs keep 99%")
     assert several_gpus_figure([]) is None
