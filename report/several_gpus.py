@@ -65,8 +65,8 @@ def several_gpus_section(runs: Iterable[Run]) -> str:
 def finding(runs: Iterable[Run]) -> str:
     """Say which share of its speed a GPU keeps, at the least, when it trains with others.
 
-    Of each run and length it takes the fastest variant: slower ones wait for the host, and show its
-    noise.
+    In each run and at each length we take the fastest variant. Slower ones wait for the host, and
+    show its noise.
     """
     fastest: dict[tuple[int, int], Scaled] = {}
     for run in runs:
