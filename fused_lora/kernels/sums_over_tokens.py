@@ -49,6 +49,7 @@ from .tiling import (
     Tiling,
     add_product,
     dots_in_fp32,
+    dots_of_a_tile,
     keep,
     stages,
     tilings_for_masks,
@@ -118,11 +119,16 @@ def _sums_over_tokens_kernel(
     for i in tl.static_range(len(FIRSTS) - 1):
         tiles = tl.cdiv(columns[i], BLOCK_COLUMNS)
         if (tile >= 0) & (tile < tiles):
-            sums = _sum_rows(
-                xs[i], x_row_strides[i], columns[i], factors, factor_row_strides, ranks, bits,
-                tile, rows, rows_of_a_split, FIRSTS[i], FIRSTS[i + 1] - FIRSTS[i],
-                BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_RANK, IN_FP32,
-            )  # fmt: skip
+            sums = ()
+            # all factors in one loop over the rows, or a loop for each
+            COUNT: tl.constexpr = FIRSTS[i + 1] - FIRSTS[i]
+            AT_ONCE: tl.constexpr = dots_of_a_tile(xs[i].dtype.element_ty, COUNT)
+            for j in tl.static_range(0, COUNT, AT_ONCE):
+                sums += _sum_rows(
+                    xs[i], x_row_strides[i], columns[i], factors, factor_row_strides, ranks, bits,
+                    tile, rows, rows_of_a_split, FIRSTS[i] + j, AT_ONCE,
+                    BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_RANK, IN_FP32,
+                )  # fmt: skip
             column = (tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)).to(tl.int64)[:, None]
             for j in tl.static_range(len(sums)):
                 if partials_ptr is None:

@@ -49,6 +49,20 @@ def dots_in_fp32(kernel, tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 or not isinstance(kernel, triton.JITFunction)
 
 
+@triton.constexpr_function
+def has_tcgen05():
+    """Return True on sm_10x and sm_11x, whose tensor cores take tcgen05 instructions."""
+    return tl.target_info.cuda_capability_geq(10) and not tl.target_info.cuda_capability_geq(12)
+
+
+@triton.constexpr_function
+def dots_of_a_tile(dtype, count):
+    """Return how many of `count` tl.dot may share a tile of this dtype: all, but one if the tile is
+    cast from FP8 beside tcgen05. Triton 3.6 fails there in its pipeliner, 3.7 does not."""
+    fails = dtype == tl.float8e4nv and has_tcgen05() and triton.__version__[:4] == "3.6."
+    return 1 if fails else count
+
+
 @triton.jit
 def keep(tile, IN_FP32: tl.constexpr):
     """Return tile, of bf16 or fp16, from a no-op instruction that nothing is moved past.
@@ -56,13 +70,10 @@ def keep(tile, IN_FP32: tl.constexpr):
     tl.dot needs its operand in another layout than a store does. Rather than pass a tile from one
     to the other through shared memory, Triton computes everything that leads to it in both layouts.
     For `swiglu_backward_products` with a tile of 32 x 64 in 4 warps, that would be 32 exponentials
-    a thread instead of 16, and 171 registers instead of 138. Not on sm_10x and sm_11x: there
-    Triton's pipeliner accepts no such instruction beside tcgen05 (3.6 and 3.7).
+    a thread instead of 16, and 171 registers instead of 138. Not beside tcgen05: there Triton's
+    pipeliner accepts no such instruction (3.6 and 3.7).
     """
-    HAS_TCGEN05: tl.constexpr = (
-        tl.target_info.cuda_capability_geq(10) and not tl.target_info.cuda_capability_geq(12)
-    )  # fmt: skip
-    if not (IN_FP32 or HAS_TCGEN05):
+    if not (IN_FP32 or has_tcgen05()):
         tile = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
         )
