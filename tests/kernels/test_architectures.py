@@ -29,7 +29,8 @@ def shared_bytes(request):
     env["PYTHONPATH"] = str(HERE.parent)
     env["TRITON_DEFAULT_FP_FUSION"] = "0"  # as Triton 3.10 has it; compile_case looks that we ask
     program = [sys.executable, str(HERE / "cases" / "compile_case.py"), *map(str, request.param)]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=300)
+    limit = 150 * len(request.param)  # seconds
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
