@@ -85,7 +85,7 @@ FAULTS = (
     Fault("fused_lora/adopt/default_border.py", "kept_places == places and", "", "adopt",
           "fuse_users fuse_4bit"),
     Fault("fused_lora/layer/gradients.py", "grad_normed.mul_(mask)", "pass", "kernels",
-          "delta_layer"),
+          "mixer_layer"),
     Fault("fused_lora/layer/adapter_sums.py", "gradient, scaling)]))", "gradient, 1.0)]))",
           "kernels", "decoder_layer"),
     Fault("fused_lora/kernels/fp8_rows.py", "torch.where(least > 0, least, 1.0)",

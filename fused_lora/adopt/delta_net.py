@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..causal_conv import MAX_TAPS, causal_conv
+from ..layer.mixer_ends import DeltaNetEnds
 from ..lora_group import FrozenGroup, LoRA_Group
 from .aside import say_left, step_aside
 from .attention import NO_CACHE_IN_TRAINING
@@ -29,9 +30,15 @@ from .linear import (
 )
 from .projection import Projection, seed_for, why_call
 from .refusal import attempt, refuse
+from .rms_norm import read_gated_norm
 from .site import having
 
 CONVOLUTION = "causal_conv1d_fn"  # transformers' name
+DOCUMENTS = (
+    "its rows hold documents, which only the libraries' convolution and recurrence keep apart"
+)
+# the tensors beside its projections' that the functions of a layer do not train
+UNTRAINED = "norm.weight", "conv1d.weight", "conv1d.bias", "A_log", "dt_bias"
 IN_PROJECTIONS = DeltaNetForm().projections
 delta_nets = having(*IN_PROJECTIONS, "conv1d", "norm", "out_proj")
 
@@ -152,3 +159,41 @@ def _run_together(net: nn.Module, reads: list[Projection], x: Tensor) -> tuple[T
     layers = tuple(map(frozen_linear, found))
     frozen = FrozenGroup(layers, seed_for(x, *(one.dropout for one in found)), write_again)
     return LoRA_Group.apply(x, *tensors_of(found), frozen)
+
+
+# --- in a layer that runs whole -------------------------------------------------------------------
+
+
+def why_not_net(net: Any) -> str | None:
+    """Return the reason if a gated delta net cannot be between the functions of a layer."""
+    if reason := why_call(net.conv1d) or why_not_conv(net):
+        return f"conv1d: {reason}"
+    _, reason = attempt(read_gated_norm, net.norm)
+    if reason := reason or why_call(net.norm, own_forward=False):
+        return f"norm: {reason}"
+    return None
+
+
+def why_not_documents(options: dict) -> str | None:
+    """Return the reason if a call's options give the documents of its rows."""
+    given = (options.get(name) for name in ("cu_seq_lens_q", "seq_idx"))
+    return DOCUMENTS if any(one is not None for one in given) else None
+
+
+def why_slow_rule(net: Any) -> str:
+    return delta_rule(net)[1]
+
+
+def net_ends(net: Any) -> DeltaNetEnds:
+    eps = getattr(net.norm, known_form(net.norm, "RMSNormGated").eps)
+    return DeltaNetEnds(
+        net.conv1d.weight.squeeze(1), net.conv1d.bias, net.A_log, net.dt_bias, net.norm.weight,
+        eps, qkv_sizes(net),
+    )  # fmt: skip
+
+
+def run_net(
+    net: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, **options
+) -> Tensor:
+    rule, _ = delta_rule(net)
+    return run_rule(net, rule, (q, k, v), decay, beta, cu_seqlens=None, **options)

@@ -17,6 +17,7 @@ from .forms import (
     MixerForm,
     MLPForm,
     NormForm,
+    ShortConvForm,
 )
 
 
@@ -37,6 +38,7 @@ class Family(NamedTuple):
     loss: LossForm | None = LossForm()
     delta_net: DeltaNetForm | None = None
     gated_norm: GatedNormForm | None = None
+    short_conv: ShortConvForm | None = None
     experts: ExpertsForm | None = None
     mixer: MixerForm | None = None
     names: dict[str, str] = {}  # noqa: RUF012
@@ -73,6 +75,9 @@ GEMMA_4_LAYER = GEMMA_LAYER._replace(
 GLM_LAYER = LayerForm(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 OUTPUT_NORMS = LayerForm("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 GEMMA_LOSS = LossForm(capped_by="final_logit_softcapping")
+LFM2_LAYER = LayerForm("operator_norm", before_mlp="ffn_norm", mlp="feed_forward", mixer="conv",
+                       mixer_kind="ShortConv")  # fmt: skip
+LFM2_LOSS = LossForm(norm="embedding_norm")
 LFM2_ATTENTION = AttentionForm(
     output="out_proj", norms="heads", norm_names=("q_layernorm", "k_layernorm")
 )
@@ -105,10 +110,11 @@ FAMILIES = (
            MLPForm(("input_linear",), "activation", "output_linear"), layer=None,
            loss=LossForm(divided_by="logits_scaling", has_router=True), mixer=MixerForm(),
            experts=EXPERTS, names={"Mixer": "GraniteMoeHybridMambaLayer"}),
-    Family("lfm2", "Lfm2", LFM2_ATTENTION, LFM2_MLP, layer=None, mixer=MixerForm(),
-           names={"Mixer": "Lfm2ShortConv"}),
-    Family("lfm2_moe", "Lfm2Moe", LFM2_ATTENTION, LFM2_MLP, layer=None, mixer=MixerForm(),
-           experts=EXPERTS, names={"Mixer": "Lfm2MoeShortConv"}),
+    Family("lfm2", "Lfm2", LFM2_ATTENTION, LFM2_MLP, layer=LFM2_LAYER, loss=LFM2_LOSS,
+           short_conv=ShortConvForm(), mixer=MixerForm(), names={"Mixer": "Lfm2ShortConv"},
+           whole=True),
+    Family("lfm2_moe", "Lfm2Moe", LFM2_ATTENTION, LFM2_MLP, layer=None, loss=LFM2_LOSS,
+           mixer=MixerForm(), experts=EXPERTS, names={"Mixer": "Lfm2MoeShortConv"}),
     Family("glm4", "Glm4", AttentionForm(interleaved=True), GATE_UP, layer=GLM_LAYER, whole=True),
     Family("glm", "Glm", AttentionForm(interleaved=True), GATE_UP, whole=True),
     Family("ernie4_5", "Ernie4_5", AttentionForm(interleaved=True), whole=True),
@@ -193,6 +199,7 @@ KINDS = {
     "Layer": ("layer", "DecoderLayer"),
     "ForCausalLM": ("loss", "ForCausalLM"),
     "GatedDeltaNet": ("delta_net", "GatedDeltaNet"),
+    "ShortConv": ("short_conv", "ShortConv"),
     "RMSNormGated": ("gated_norm", "RMSNormGated"),
     "Mixer": ("mixer", "Mixer"),
 }

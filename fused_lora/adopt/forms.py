@@ -102,6 +102,17 @@ class DeltaNetForm(NamedTuple):
     output: str = "out_proj"
 
 
+class ShortConvForm(NamedTuple):
+    """A short convolution: output(c conv(b x)), with [b | c | x] from its projection and a causal
+    convolution of each feature, without activation.
+
+    projections, output: its layers, in parts a Mixer's.
+    """
+
+    projections: tuple[str, ...] = ("in_proj",)
+    output: str = "out_proj"
+
+
 class GatedNormForm(NamedTuple):
     """An RMSNorm of its first input, times the activation of its second: x / rms(x) * weight *
     silu(gate).
@@ -119,8 +130,10 @@ class LayerForm(NamedTuple):
         total = x + m after_attention(attention(before_attention(x)))
         output = total + m after_mlp(mlp(before_mlp(total)))
 
-    The names are modules, "" for none. m is the attribute `multiplier`; "" means 1. All modules are
-    norms, except that with has_dropout those after attention and the MLP are nn.Dropout.
+    The names are modules, "" for none. m is the attribute `multiplier`; "" means 1. All modules but
+    `mlp` are norms, except that with has_dropout those after attention and the MLP are nn.Dropout.
+    Attention is self_attn. Some layers have a `mixer` in its place, of a `mixer_kind`: a key of
+    `families.KINDS`.
 
     In Gemma 4, each of these is an attribute of a layer, "" for none:
     own_input: the width of per_layer_input, 0 for none. After the MLP the layer adds
@@ -134,6 +147,9 @@ class LayerForm(NamedTuple):
     after_attention: str = ""
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str = ""
+    mlp: str = "mlp"
+    mixer: str = "linear_attn"
+    mixer_kind: str = "GatedDeltaNet"
     multiplier: str = ""
     has_dropout: bool = False
     own_input: str = ""
@@ -147,9 +163,11 @@ class LossForm(NamedTuple):
     divided_by, multiplied_by, capped_by: attributes of the text's config that scale or soft-cap
         the logits.
     has_router: its decoder is a mixture of experts, and may add its routers' loss.
+    norm: the norm behind its decoder's layers.
     """
 
     divided_by: str = ""
     multiplied_by: str = ""
     capped_by: str = ""
     has_router: bool = False
+    norm: str = "norm"

@@ -10,6 +10,7 @@ from .families import FORMS
 from .foreign.forwards import why_not_own_forward
 from .foreign.originals import why_patched, why_replaced
 from .foreign.parallel import own_class
+from .forms import LayerForm
 
 KNOWN_TO = {
     "MLP": "an MLP class that we know, down(activation(gate) * up)",
@@ -20,6 +21,7 @@ KNOWN_TO = {
     "DecoderLayer": "a layer class whose parts we know",
     "ForCausalLM": "a class that we know, with its loss from lm_head alone",
     "GatedDeltaNet": "a gated delta net that we know",
+    "ShortConv": "a short convolution that we know",
     "RMSNormGated": "a gated norm class that we know, weight * (x / rms(x)) * silu(gate)",
     "Mixer": "a convolution or a recurrence whose projections we know",
 }
@@ -32,6 +34,18 @@ METHODS = {"RMSNorm": "_norm"}
 def known_form(module: nn.Module, kind: str) -> Any:
     """Return the form of a module's class (`families.py`), None if we do not know it as `kind`."""
     return _form_of(own_class(module), kind)
+
+
+def layer_form(module: nn.Module) -> LayerForm:
+    """Return the form of a layer with the names of its modules; in an unknown class, Llama's."""
+    return known_form(module, "Layer") or LayerForm()
+
+
+def inner_norm(layer: nn.Module) -> Any:
+    """Return a norm that every layer has, in front of its MLP or behind attention; None for a
+    module that is no layer."""
+    form = layer_form(layer)
+    return getattr(layer, form.before_mlp or form.after_attention, None)
 
 
 @cache

@@ -14,6 +14,7 @@ from ..step.graphed_module import is_graphed
 from .documents import LAYER_INPUTS, unpadded
 from .foreign.forwards import fused_parts_of
 from .foreign.versions import as_named
+from .known import inner_norm, known_form
 from .projection import why_call
 
 
@@ -92,13 +93,16 @@ def _may_leave_out(
         return False
     if not hasattr(decoder, "layers"):  # a multimodal model: its text tower has them
         return False
-    last = decoder.layers[-1]
+    last, norm = decoder.layers[-1], known_form(model, "ForCausalLM").norm
     return (
         "layer" in fused_parts_of(last)
         and [*decoder.layers].count(last) == 1  # not an earlier layer as well
         and not _shows_states(model, options)
-        and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
+        and all(
+            why_call(one, own_forward=False) is None
+            for one in (last, decoder, decoder.get_submodule(norm))
+        )
         # a compiled one would recompile for every number of tokens
         and last._compiled_call_impl is decoder._compiled_call_impl is None
-        and last.post_attention_layernorm.weight.device == head.weight.device
+        and inner_norm(last).weight.device == head.weight.device
     )

@@ -29,12 +29,19 @@ from .attend import mask_for_attention, q_scale_of, turns, window_beside
 from .attention import head_norms_of, why_not_inputs
 from .borders import Border, LayerBorders
 from .default_border import DefaultBorder
-from .delta_layer import has_delta_net, run_delta_layer, why_not_delta_inputs, why_slow
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_dtensor, is_flattened, is_in_fsdp, may_shard_later
 from .foreign.versions import by_name, class_forward
-from .known import known_form
-from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
+from .known import inner_norm, known_form
+from .layer_reading import (
+    base_layers,
+    mlp_of,
+    names_of_norms,
+    norms_of,
+    parts_and_ranks,
+    read_groups,
+)
+from .mixer_layer import has_mixer, run_mixer_layer, why_not_mixer_inputs, why_slow
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias
 from .refusal import Refusal, attempt, refuse
@@ -114,7 +121,7 @@ def check_layer(layer: Any, kind: type[Border] | None = None) -> dict[str, str]:
     what of it is a library's, and slow."""
     _read(layer, kind)
     refuse(FLATTENED if _is_flattened(layer) else None)
-    return why_slow(layer) if has_delta_net(layer) else {}
+    return why_slow(layer)
 
 
 def _is_flattened(layer: Any) -> bool:
@@ -149,7 +156,7 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     return *adapters, *others, FrozenLayer(
         norm_before_attention=before_attention, norm_after_attention=after_attention,
         norm_before_mlp=before_mlp, norm_after_mlp=after_mlp, qkv=qkv, o=o, gate_up=gate_up,
-        down=down, filling=borders, multiplier=multiplier, activation=activation_of(layer.mlp),
+        down=down, filling=borders, multiplier=multiplier, activation=activation_of(mlp_of(layer)),
         dropout_rates=tuple(read.dropout for read in every),
         **_attention_options(layer, qkv),
     )  # fmt: skip
@@ -157,7 +164,7 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
 
 def _attention_options(layer: Any, qkv: WeightGroup) -> dict[str, Any]:
     """Return the fields of FrozenLayer that concern attention alone."""
-    if has_delta_net(layer):
+    if has_mixer(layer):
         return {}
     attention = layer.self_attn
     form = known_form(attention, "Attention")
@@ -182,7 +189,7 @@ def _others(reads: Sequence[Projection], *norms: Norm | None) -> Others | tuple[
 
 
 def _dtype_of(layer: Any) -> torch.dtype:
-    return layer.post_attention_layernorm.weight.dtype  # every layer has one
+    return inner_norm(layer).weight.dtype
 
 
 def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection]]:
@@ -215,8 +222,8 @@ def _why_not_inputs(
     """Return the reason if the arguments of this call keep the layer from running fused."""
     if (reason := why_not_inputs(mask, past_key_values, options)) is not None:
         return reason
-    if has_delta_net(layer):
-        return why_not_delta_inputs(mask, options)
+    if has_mixer(layer):
+        return why_not_mixer_inputs(layer, mask, options)
     if position_embeddings is None:
         return "it was given no position_embeddings"
     return None
@@ -271,8 +278,8 @@ def _forward(
         # inference may be called in any way, with a cache for example
         if torch.is_grad_enabled():
             say_once(layer, reason)
-        # a gated delta net takes a mask [batch, positions]; the class's forward takes no documents
-        if not has_delta_net(layer) and not fused_parts_of(layer.self_attn):
+        # a mixer takes a mask [batch, positions]; the class's forward takes no documents
+        if not has_mixer(layer) and not fused_parts_of(layer.self_attn):
             attention_mask = mask_for_attention(
                 layer.self_attn, attention_mask, hidden_states.dtype
             )
@@ -285,8 +292,8 @@ def _forward(
             position_embeddings=position_embeddings, **options,
         )  # fmt: skip
     rows = labelled[1] if labelled is not None and labelled[0] is layer else None
-    if has_delta_net(layer):
-        return _run_delta(layer, reads, hidden_states, attention_mask, rows, options)
+    if has_mixer(layer):
+        return _run_around(layer, reads, hidden_states, attention_mask, rows, options)
     assert position_embeddings is not None
     scale = q_scale_of(layer.self_attn, {"position_ids": position_ids})
     total = _run(layer, reads, hidden_states, position_embeddings, attention_mask, rows, scale)
@@ -323,13 +330,13 @@ def _run(
 
 
 @torch.compiler.disable
-def _run_delta(
+def _run_around(
     layer: Any, reads: list[list[Projection]], hidden: Tensor, mask: Tensor | None,
     rows: Tensor | None, options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     *trained, frozen = _operands_now(layer, reads)
     frozen = frozen._replace(needed_tokens=rows, seed=seed_for(hidden, *frozen.dropout_rates))
-    return run_delta_layer(layer, hidden, mask, trained, frozen, options)
+    return run_mixer_layer(layer, hidden, mask, trained, frozen, options)
 
 
 def _operands_now(layer: Any, reads: list[list[Projection]]) -> tuple:

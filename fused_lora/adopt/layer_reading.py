@@ -12,11 +12,11 @@ from fused_mlp.launching import DTYPES
 from .aside import why_unloaded
 from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_sdpa
 from .borders import Border
-from .delta_layer import has_delta_net, why_not_net
 from .foreign.forwards import fused_parts_of
 from .forms import LayerForm
 from .four_bit.reading import why_not_alike
 from .known import known_form, why_not_class
+from .mixer_layer import has_mixer, mixer_of, noun_of, why_not_mixer
 from .mlp import split_gate_up, why_not_activation
 from .projection import Projection, read_projection, trains_bias, why_call
 from .refusal import Refusal, attempt, refuse
@@ -27,8 +27,8 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
     """Return the projections of a layer by buffer. Raises a Refusal if it cannot run as one now, on
     such borders."""
     refuse(_why_not_parts(layer))
-    if has_delta_net(layer) and kind.precision:
-        raise Refusal(f"it has a gated delta net, which does not run{kind.precision}")
+    if has_mixer(layer) and kind.precision:
+        raise Refusal(f"it has {noun_of(layer)}, which does not run{kind.precision}")
     norms = [norm.weight for norm in norms_of(layer).values()]
     dtype, device = norms[0].dtype, norms[0].device
     groups = []
@@ -46,7 +46,7 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
             _check_alike(name, read, dtype, device)
             group.append(read)
         groups.append(group)
-    head_norms = None if has_delta_net(layer) else head_norms_of(layer.self_attn)
+    head_norms = None if has_mixer(layer) else head_norms_of(layer.self_attn)
     for weight in (*norms, *(head_norms or ())[:2]):
         if (weight.dtype, weight.device) != (dtype, device):
             raise Refusal(
@@ -56,10 +56,10 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
     every = [read for group in groups for read in group]
     if len(found := {read.weight.dtype for read in every if read.weight.dtype in DTYPES}) > 1:
         raise Refusal(f"its projections compute in {' and '.join(sorted(map(str, found)))}")
-    if has_delta_net(layer) and any(map(trains_bias, every)):
+    if has_mixer(layer) and any(map(trains_bias, every)):
         raise Refusal(
-            "an adapter has a bias, or a bias is trained: neither runs in a layer with a gated "
-            "delta net"
+            "an adapter has a bias, or a bias is trained: neither runs in a layer with "
+            f"{noun_of(layer)}"
         )
     refuse(why_unloaded(layer, every))
     return groups
@@ -111,18 +111,22 @@ def base_layers(layer: Any) -> Iterator[Any]:
 def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
     """Return, for each of a layer's four buffers, the module that has its projections, and their
     names."""
-    mlp_form = known_form(layer.mlp, "MLP")
-    if has_delta_net(layer):
-        mixer = layer.linear_attn
-        form = known_form(mixer, "GatedDeltaNet")
+    mlp = mlp_of(layer)
+    if has_mixer(layer):
+        mixer = mixer_of(layer)
+        form = known_form(mixer, known_form(layer, "Layer").mixer_kind)
     else:
         mixer = layer.self_attn
         form = known_form(mixer, "Attention")
     return [
         (owner, names)
-        for owner, form in ((mixer, form), (layer.mlp, mlp_form))
+        for owner, form in ((mixer, form), (mlp, known_form(mlp, "MLP")))
         for names in (form.projections, (form.output,))
     ]
+
+
+def mlp_of(layer: Any) -> Any:
+    return layer._modules[known_form(layer, "Layer").mlp]
 
 
 def parts_and_ranks(
@@ -131,7 +135,7 @@ def parts_and_ranks(
     """Return the projections by buffer, and the largest rank of each one's adapters."""
     qkv, o, gate_up, down = reads
     parts = [
-        qkv if has_delta_net(layer) else split_qkv(layer.self_attn, qkv),
+        qkv if has_mixer(layer) else split_qkv(layer.self_attn, qkv),
         o,
         split_gate_up(gate_up),
         down,
@@ -171,13 +175,13 @@ def _why_not_parts(layer: Any) -> str | None:
         return reason
     if (reason := why_mixed(layer)) is not None:
         return reason
-    is_delta, mlp = has_delta_net(layer), layer.mlp
-    kinds = {"mlp": "MLP"} if is_delta else {"self_attn": "Attention", "mlp": "MLP"}
+    form, has_no_attention = known_form(layer, "Layer"), has_mixer(layer)
+    kinds = {form.mlp: "MLP"} if has_no_attention else {"self_attn": "Attention", form.mlp: "MLP"}
     for name, kind in kinds.items():
         part = layer._modules[name]
         if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
             return f"{name}: {reason}"
-    form, norms = known_form(layer, "Layer"), norms_of(layer)
+    norms = norms_of(layer)
     for name, norm in norms.items():
         if (reason := why_not_within(norm)) is not None:
             return f"{name}: {reason}"
@@ -191,11 +195,11 @@ def _why_not_parts(layer: Any) -> str | None:
             return f"{name}: resid_pdrop is {dropout.p}: load the model with resid_pdrop=0.0"
         if (reason := why_call(dropout)) is not None:
             return f"{name}: {reason}"
-    if is_delta:
-        if (reason := why_not_net(layer)) is not None:
+    if has_no_attention:
+        if (reason := why_not_mixer(layer)) is not None:
             return reason
     elif reason := why_not_sdpa(layer.self_attn) or why_not_head_norms(layer.self_attn):
         return f"self_attn: {reason}"
-    if (reason := why_not_activation(mlp)) is not None:
-        return f"mlp: {reason}"
+    if (reason := why_not_activation(mlp_of(layer))) is not None:
+        return f"{form.mlp}: {reason}"
     return None

@@ -13,11 +13,10 @@ from fused_mlp.launching import DTYPES
 from ..gated_norm import gated_rms_norm
 from ..rms_norm import add_rms_norm, rms_norm
 from .aside import step_aside
-from .foreign.versions import CACHE, STATES, as_named, by_name
-from .known import known_form, why_not_class
+from .foreign.versions import as_mixers, as_named, by_name
+from .known import inner_norm, known_form, layer_form, why_not_class
 from .projection import CAST, why_call, why_not_plain
 from .refusal import Refusal, attempt, refuse
-from .site import having
 
 
 def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -115,9 +114,11 @@ def gated_norm_forward(
 
 
 def normed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield layers with attention, and those with a gated delta net instead of it."""
-    for mixer in ("self_attn", "linear_attn"):
-        yield from having(mixer, "post_attention_layernorm", "mlp")(model)
+    """Yield layers with attention or another mixer. Unknown classes are included."""
+    for name, module in model.named_modules():
+        form, has = layer_form(module), module._modules.keys()
+        if form.mlp in has and has & {"self_attn", form.mixer} and inner_norm(module) is not None:
+            yield name, module
 
 
 def read_normed_layer(layer: Any, dtype: torch.dtype | None = None) -> Any:
@@ -153,18 +154,19 @@ def normed_layer_forward(
         output = getattr(layer, name)(output) if name else output
         return output if multiplier is None else output * multiplier
 
-    attended = _mixed(layer, layer.input_layernorm(hidden_states), options)
+    before = getattr(layer, form.before_attention)
+    attended = _mixed(layer, before(hidden_states), options)
     attended = added(attended, form.after_attention)
     if attended.dtype != hidden_states.dtype:  # fp32 weights under autocast: the sum is fp32
         residual = hidden_states + attended
-        total = residual + added(_mlp_of(layer, norm(residual)), form.after_mlp)
+        total = residual + added(_after_mlp(layer, norm(residual)), form.after_mlp)
         return finished(layer, total, per_layer_input)
     form_of_norm = known_form(norm, "RMSNorm")
     normalised, residual = add_rms_norm(
         hidden_states, attended, norm.weight, getattr(norm, form_of_norm.eps),
         form_of_norm.zero_centered,
     )  # fmt: skip
-    total = residual + added(_mlp_of(layer, normalised), form.after_mlp)
+    total = residual + added(_after_mlp(layer, normalised), form.after_mlp)
     return finished(layer, total, per_layer_input)
 
 
@@ -178,15 +180,14 @@ def finished(layer: Any, total: Tensor, per_layer_input: Tensor | None) -> Tenso
     return (total * getattr(layer, form.scale)).to(total.dtype) if form.scale else total
 
 
-def _mlp_of(layer: Any, x: Tensor) -> Tensor:
-    output = layer.mlp(x)
+def _after_mlp(layer: Any, x: Tensor) -> Tensor:
+    output = getattr(layer, known_form(layer, "Layer").mlp)(x)
     return output[0] if isinstance(output, tuple) else output  # a mixture's routing comes second
 
 
 def _mixed(layer: Any, x: Tensor, options: dict[str, Any]) -> Tensor:
-    """Return what a layer's attention gives, or its gated delta net, which gets no positions."""
-    if "linear_attn" not in layer._modules:
+    """Return what a layer's attention gives, or its mixer."""
+    mixer = layer._modules.get(layer_form(layer).mixer)
+    if mixer is None:
         return layer.self_attn(hidden_states=x, **as_named(options))[0]
-    left_out = (CACHE, "position_embeddings", "position_ids")
-    others = {name: one for name, one in options.items() if name not in left_out}
-    return layer.linear_attn(hidden_states=x, **{STATES: options.get(CACHE)}, **others)
+    return mixer(hidden_states=x, **as_mixers(mixer, options))

@@ -1,7 +1,7 @@
 """The backward of a layer outside its attention: from the gradient of its output to that of what o
 reads, and from the gradient of q, k and v to that of its input.
 
-A layer with a gated delta net shares both (`delta_layer.py`). The docstring of `decoder_layer.py`
+A layer with another mixer shares both (`mixer_layer.py`). The docstring of `decoder_layer.py`
 has the equations.
 """
 

@@ -1,5 +1,6 @@
 """Gated delta nets (Qwen3.5) where `test_families.py` does not look: what stays with PEFT, padding,
-checkpointing, autocast, and whose recurrence runs. `test_delta_layer.py` tests whole layers."""
+checkpointing, autocast, and whose recurrence runs. In whole layers short convolutions (LFM2) as
+well; `test_mixer_layer.py` tests these layers one at a time."""
 
 import copy
 import sys
@@ -24,12 +25,17 @@ NET = f"{LAYER}.linear_attn"
 FUSED = {"LoRA_Group": 1, "CausalConv": 1, "LoRA_W": 1, "GatedRMSNorm": 1}
 PARTS = Fusion(attention=True, rms_norm=True)
 WHOLE = Fusion(**ALL, layer=True)
+EACH = pytest.mark.parametrize("family", ["Qwen3.5", "LFM2"])
 
 
-def pair(device, change=lambda model: None, fusion=PARTS, layer_types=None, **options):
-    family = FAMILIES["Qwen3.5"]
-    if layer_types:
-        family = replace(family, config=family.config | {"layer_types": layer_types})
+def pair(
+    device, change=lambda model: None, fusion=PARTS, family="Qwen3.5", is_last=False, **options
+):
+    """is_last: the layer with the mixer follows the one with attention."""
+    family = FAMILIES[family]
+    if is_last:
+        types = {"layer_types": family.config["layer_types"][::-1]}
+        family = replace(family, config=family.config | types)
     plain = family.peft_model(device, **options).train()
     change(plain)
     fused = copy.deepcopy(plain)
@@ -112,10 +118,9 @@ def test_projections_without_an_adapter_run_with_the_others(device):
     assert_close(step(fused), step(plain), 2e-4)
 
 
-def test_a_last_layer_that_runs_whole_computes_labelled_tokens_alone(device):
-    fused, plain, done = pair(
-        device, fusion=WHOLE, layer_types=["full_attention", "linear_attention"]
-    )
+@EACH
+def test_a_last_layer_that_runs_whole_computes_labelled_tokens_alone(family, device):
+    fused, plain, done = pair(device, fusion=WHOLE, family=family, is_last=True)
     assert done.counts["layer"] == "2 of 2 layers"
     tokens = ids(device)[:, :6]
     labels = tokens.clone()
@@ -123,22 +128,28 @@ def test_a_last_layer_that_runs_whole_computes_labelled_tokens_alone(device):
     got, want = (
         values_of(model, model(input_ids=tokens, labels=labels).loss) for model in (fused, plain)
     )
-    assert got.functions["AfterRecurrence"] == 1
+    assert got.functions["AfterMixer"] == 1
     assert_close(got, want, 2e-4)
 
 
-@pytest.mark.parametrize("tensor", ["linear_attn.A_log", "post_attention_layernorm.weight"])
-def test_a_tensor_whose_training_keeps_a_layer_from_running_whole_is_named(tensor, device):
+@pytest.mark.parametrize(("family", "tensor"), [
+    ("Qwen3.5", "linear_attn.A_log"), ("Qwen3.5", "post_attention_layernorm.weight"),
+    ("LFM2", "operator_norm.weight"),
+])  # fmt: skip
+def test_a_tensor_whose_training_keeps_a_layer_from_running_whole_is_named(family, tensor, device):
     def train(model):
         model.get_submodule(LAYER).get_parameter(tensor).requires_grad_()
 
-    _, _, done = pair(device, train, WHOLE)
+    fused, plain, done = pair(device, train, WHOLE, family)
     assert f"{tensor} is trained: freeze it" in done.left[LAYER]
+    assert_close(step(fused), step(plain), 2e-4)
 
 
-def test_so_is_the_bias_of_an_adapter(device):
-    _, _, done = pair(device, fusion=WHOLE, lora_bias=True)
+@EACH
+def test_so_is_the_bias_of_an_adapter(family, device):
+    fused, plain, done = pair(device, fusion=WHOLE, family=family, lora_bias=True)
     assert "an adapter has a bias" in done.left[LAYER]
+    assert_close(step(fused), step(plain), 2e-4)
 
 
 def test_documents_keep_a_layer_from_running_whole(device):
@@ -150,29 +161,45 @@ def test_documents_keep_a_layer_from_running_whole(device):
     if isinstance(want, str):
         assert got == want
     else:
-        assert got.functions["LoRA_Group"] == 1 and "BeforeRecurrence" not in got.functions
+        assert got.functions["LoRA_Group"] == 1 and "BeforeMixer" not in got.functions
         assert_close(got, want, 2e-4)
 
 
-@pytest.mark.slow("full")
+def test_a_convolution_is_given_its_documents(device):
+    """That of transformers from 5.24 on refuses them. Before, it mixed them."""
+    fused, plain, _ = pair(device, fusion=WHOLE, family="LFM2")
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2, dtype=torch.int32, device=device)
+    got, want = (step_or_error(model, seq_idx=documents) for model in (fused, plain))
+    if isinstance(want, str):
+        assert got == want
+    else:
+        assert got.functions["BeforeMixer"] == 1
+        assert_close(got, want, 2e-4)
+
+
+@pytest.mark.slow("full-Qwen3.5", "offload-LFM2")
+@EACH
 @pytest.mark.parametrize("checkpoint", ["full", "offload"])
-def test_with_dropout_a_checkpoint_recomputes_a_whole_layer_with_the_same_masks(checkpoint, device):
+def test_with_dropout_a_checkpoint_recomputes_a_whole_layer_with_the_same_masks(
+    checkpoint, family, device
+):
     found = []
     for policy in ("none", checkpoint):
-        fused, _, _ = pair(
-            device, fusion=Fusion(**ALL, layer=True, checkpoint=policy), lora_dropout=0.3
-        )
+        fusion = Fusion(**ALL, layer=True, checkpoint=policy)
+        fused, _, _ = pair(device, fusion=fusion, family=family, lora_dropout=0.3)
         torch.manual_seed(0)
         found.append(step(fused))
-    assert found[0].functions["BeforeRecurrence"] == 1
+    assert found[0].functions["BeforeMixer"] == 1
     assert_close(found[1], found[0], 1e-5)
 
 
-@pytest.mark.slow("offload")
+@pytest.mark.slow("offload-Qwen3.5", "-LFM2", "offload-LFM2")
+@EACH
 @pytest.mark.parametrize("checkpoint", ["", "full", "offload"])
-def test_padding_does_not_reach_the_recurrence(checkpoint, device):
+def test_padding_does_not_reach_the_mixer(checkpoint, family, device):
     """Nor in layers that run whole."""
-    fused, plain, done = pair(device, fusion=Fusion(**ALL, layer=True, checkpoint=checkpoint))
+    fusion = Fusion(**ALL, layer=True, checkpoint=checkpoint)
+    fused, plain, done = pair(device, fusion=fusion, family=family)
     assert done.counts["layer"] == "2 of 2 layers"
     mask = torch.ones(2, 6, dtype=torch.int64, device=device)
     mask[0, :2] = 0

@@ -59,7 +59,7 @@ MODELS = {
     # in fp32 a GPU's grouped matmuls wait for the host
     "experts": (family("Qwen3-MoE", torch.bfloat16), Fusion(**ALL, checkpoint="full"), {}),
     "delta nets": (family("Qwen3.5"), Fusion(**ALL, layer=True), {}),
-    "convolutions": (family("LFM2"), PARTS, {}),
+    "convolutions": (family("LFM2"), Fusion(**ALL, layer=True), {}),
 }
 
 

@@ -177,6 +177,7 @@ def not_known(attention: str, tower: str = "model") -> dict[str, str]:
 LOSS = "base_model.model as cross_entropy"
 MIXTURE = "its MLP is a mixture of experts"
 NOT_READ = "its layers are not known to run as one"
+AROUND_A_MIXER = {"BeforeMixer": 1, "AfterMixer": 1, "DecoderLayer": 1}
 QWEN_3_5 = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
             "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
             "rope_parameters": HALF}  # fmt: skip
@@ -187,7 +188,7 @@ QWEN_3_5_PARTS = {
               "rms_norm": (*USUAL["rms_norm"], "0:linear_attn.norm", "1:self_attn.q_norm",
                            "1:self_attn.k_norm")},
     "functions": {"LoRA_Group": 1, "LoRA_QKV": 1, "LoRA_W": 2, "RoPE": 1},
-    "in_layers": {"BeforeRecurrence": 1, "AfterRecurrence": 1, "DecoderLayer": 1},
+    "in_layers": AROUND_A_MIXER,
 }  # fmt: skip
 
 
@@ -210,7 +211,7 @@ LFM2_PARTS = {
                            "1:self_attn.k_layernorm")},
     "last_norm": "embedding_norm",
     "functions": {"LoRA_Attention": 1, "LoRA_W": 2},
-    "not_whole": "it has no decoder layer with",
+    "in_layers": AROUND_A_MIXER,
 }  # fmt: skip
 GEMMA_4 = {
     "final_logit_softcapping": 2.0,
@@ -281,7 +282,8 @@ FAMILIES = {
     "LFM2-MoE": Family(
         "Lfm2Moe", TOP_2 | CONV | {"num_dense_layers": 1}, lora=EXPERTS,
         **LFM2_PARTS | {
-            "fused": LFM2_PARTS["fused"] | {"mlp": ("0:feed_forward", "1:feed_forward.experts")}
+            "fused": LFM2_PARTS["fused"] | {"mlp": ("0:feed_forward", "1:feed_forward.experts")},
+            "not_whole": "it has no decoder layer with",
         },
     ),
     "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),

@@ -8,6 +8,7 @@ from cases.peft_models import LAYERS, adapt, base_model
 from cases.reference import assert_within_budget, random
 
 from fused_lora import Fusion, fuse
+from fused_lora.adopt.known import inner_norm
 from fused_lora.adopt.layer import read_layer
 from fused_lora.layer.decoder_layer import DecoderLayer
 
@@ -89,7 +90,7 @@ def runs(model, shape, dtype, grad_layout=None, exact=False, **options):
     """Stack `run` on three draws. On a single draw, how far rounding moves a small gradient from
     the truth is luck, for eager and fused alike."""
     device = next(model.parameters()).device
-    width = layer_of(model).post_attention_layernorm.weight.shape[0]
+    width = inner_norm(layer_of(model)).weight.shape[0]
     found = []
     for draw in range(3):
         hidden, grad = (

@@ -55,7 +55,7 @@ FUSED = {
     ),
     "experts": ("Qwen3-MoE", Fusion(**ALL)),
     "delta nets": ("Qwen3.5", Fusion(**ALL, layer=True, checkpoint="full")),
-    "convolutions": ("LFM2", Fusion(**ALL)),
+    "convolutions": ("LFM2", Fusion(**ALL, layer=True)),
 }
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 CACHE = "past_key_values"
 IS_NAMED_CACHE = "cache" in inspect.signature(masking_utils.create_causal_mask).parameters
-STATES = "cache" if IS_NAMED_CACHE else "cache_params"  # a gated delta net's name for the cache
+STATES = "cache" if IS_NAMED_CACHE else "cache_params"  # most mixers' name for the cache
 RULE_REPEATS_HEADS = not IS_NAMED_CACHE
 CHECKPOINTED_BY_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 LAYERS_FILE = inspect.getfile(GradientCheckpointingLayer)
@@ -44,6 +44,23 @@ def as_ours(options: dict[str, Any]) -> dict[str, Any]:
 def as_named(options: dict[str, Any]) -> dict[str, Any]:
     """Rename options of a forward to transformers' names."""
     return _renamed(options, CACHE, "cache")
+
+
+def as_mixers(mixer: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a layer's forward as its mixer takes them: without positions, and with the
+    cache by its name there."""
+    takes = _signature_of(type(mixer).forward).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    left_out = (CACHE, "position_embeddings", "position_ids")
+    others = {
+        name: one for name, one in options.items()
+        if name not in left_out and (takes_any or name in takes)
+    }  # fmt: skip
+    name = next(one for one in (STATES, CACHE) if one in takes)
+    return {name: options.get(CACHE), **others}
+
+
+_signature_of = cache(inspect.signature)
 
 
 def by_name(module: nn.Module, inputs: Sequence[Any]) -> dict[str, Any]:

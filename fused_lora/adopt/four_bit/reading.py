@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...kernels.packed_4bit import Nested, Packed4bit
 from ..foreign.parallel import is_dtensor, is_in_fsdp, why_sharded
+from ..known import inner_norm
 from ..site import KERNELS_WANT_A_GPU
 
 CLASSES = ("Linear4bit", "LinearNF4", "LinearFP4")
@@ -93,8 +94,7 @@ def why_not_norms(model: nn.Module, name: str) -> str | None:
     bases = [one for one in modules if is_4bit(one) and why_not_4bit(one) is None]
     while bases and name:
         name = name.rpartition(".")[0]
-        norm = getattr(model.get_submodule(name), "post_attention_layernorm", None)
-        if norm is not None:
+        if (norm := inner_norm(model.get_submodule(name))) is not None:
             dtype = norm.weight.dtype
             unlike = (one for one in bases if stand_in_for(one).dtype != dtype)
             return next((why_not_alike(one, dtype) for one in unlike), None)

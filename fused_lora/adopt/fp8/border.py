@@ -13,6 +13,7 @@ from ...layer.fp8.buffer import Fp8Buffer
 from ..borders import Border, Layout, Wanted, held_bias, layout_of, move_biases
 from ..foreign.parallel import is_dtensor
 from ..four_bit.reading import is_4bit
+from ..known import inner_norm
 from ..layer_reading import base_layers
 from ..own_memory import let_save
 from ..projection import Projection
@@ -37,7 +38,7 @@ class Fp8Border(Border):
         if any(isinstance(weight, ShardedWeight) for weight in weights):
             return "shard_base has sharded its weights: leave fp8 out, or shard_base"
         if any(weight.dtype == E4M3 for weight in weights):  # they do not show the model's dtype
-            weights.append(layer.post_attention_layernorm.weight)
+            weights.append(inner_norm(layer).weight)
         return next(filter(None, map(why_not_in_fp8, weights)), None)
 
     @staticmethod

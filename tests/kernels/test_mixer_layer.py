@@ -1,5 +1,5 @@
-"""A decoder layer with a gated delta net as two autograd functions around its recurrence, compared
-with PEFT's own layer in float64.
+"""A decoder layer with a gated delta net or a short convolution as two autograd functions around
+it, compared with PEFT's own layer in float64.
 
 In place of the recurrence, which transformers computes in fp32 and which amplifies each rounding,
 stand a few operations on the same tensors. `test_delta_net.py` has the recurrence itself.
@@ -24,11 +24,15 @@ DTYPES = {
     "fp16": {"dtype": torch.float16, "autocast_adapter_dtype": False},
     "bf16 with fp32 adapters": {"dtype": torch.bfloat16},
 }
-SIZES = {
-    "num_hidden_layers": 1, "layer_types": ["linear_attention"], "pad_token_id": 0,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10,
-    "linear_value_head_dim": 6,
+ONE = {"num_hidden_layers": 1, "pad_token_id": 0}
+MIXERS = {
+    "delta net": ("Qwen3_5Text", ONE | {
+        "layer_types": ["linear_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 10, "linear_value_head_dim": 6,
+    }),
+    "convolution": ("Lfm2", ONE | {"layer_types": ["conv"], "block_auto_adjust_ff_dim": False}),
 }  # fmt: skip
+EACH = pytest.mark.parametrize("mixer", MIXERS)
 
 
 def rule(q, k, v, g, beta, **options):
@@ -45,10 +49,10 @@ def _without_the_recurrence(monkeypatch):
     monkeypatch.setattr(modeling_qwen3_5, NAME, rule)
 
 
-def layers(device, config=None, **options):
+def layers(device, mixer="delta net", config=None, **options):
     options = {"target_modules": "all-linear"} | options
-    config = SIZES | (config or {})
-    fused, plain, done = pair(device, family="Qwen3_5Text", config=config, **options)
+    family, sizes = MIXERS[mixer]
+    fused, plain, done = pair(device, family=family, config=sizes | (config or {}), **options)
     assert done.counts["layer"] == "1 of 1 layers"
     assert not done.left
     return fused, plain
@@ -59,11 +63,12 @@ def check(device, shape=(2, 5), dtype=torch.float32, mask=None, layouts=None, **
     assert_layer_right(fused, plain, shape, dtype, mask=mask, **(layouts or {}))
 
 
-@pytest.mark.slow("bf16", "bf16 with fp32 adapters")
+@pytest.mark.slow("bf16-delta net", "bf16 with fp32 adapters-delta net", "fp32-convolution")
+@EACH
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_output_and_gradients_are_within_the_error_budget(dtype, device):
+def test_output_and_gradients_are_within_the_error_budget(dtype, mixer, device):
     """Of 39 tokens: over ten, how far rounding moves the gradients of four heads' g is luck."""
-    check(device, (3, 13), **DTYPES[dtype])
+    check(device, (3, 13), mixer=mixer, **DTYPES[dtype])
 
 
 OPTIONS = {
@@ -73,6 +78,9 @@ OPTIONS = {
     },
     "adapters on some": {"target_modules": ["in_proj_qkv", "in_proj_a", "down_proj"]},
     "2 taps": {"config": {"linear_conv_kernel_dim": 2}},
+    "biases": {"mixer": "convolution", "config": {"conv_bias": True}},
+    "a trained convolution": {"mixer": "convolution", "modules_to_save": ["conv.conv"]},
+    "a convolution without adapters": {"mixer": "convolution", "target_modules": ["w1", "w2"]},
 }  # fmt: skip
 
 
@@ -88,26 +96,31 @@ def test_any_number_of_tokens(shape, device):
     check(device, shape)
 
 
-def test_an_empty_batch_has_gradients_of_zero(device):
-    fused, _ = layers(device)  # transformers' own fails
+@EACH
+def test_an_empty_batch_has_gradients_of_zero(mixer, device):
+    fused, _ = layers(device, mixer)  # transformers' own fails
     found = run(fused, *(one[:0] for one in tokens((2, 5), torch.float32, device)))
     assert found["hidden"].shape == (0, 5, 52) and len(found) > 2
     assert not any(one.any() for one in found.values())
 
 
-def test_padding_reaches_neither_the_recurrence_nor_the_norm(device):
+@EACH
+def test_padding_reaches_neither_the_mixer_nor_the_norm(mixer, device):
     mask = torch.ones(2, 5, dtype=torch.int64, device=device)
     mask[0, :2] = mask[1, 4:] = 0
-    check(device, mask=mask, **BF16)
+    check(device, mask=mask, mixer=mixer, **BF16)
 
 
+@EACH
 @pytest.mark.parametrize("layout", ["transposed", "one for all"])
-def test_any_layout_of_the_input_and_the_gradient(layout, device):
-    check(device, layouts={"layout": LAYOUTS[layout], "grad_layout": LAYOUTS[layout]})
+def test_any_layout_of_the_input_and_the_gradient(layout, mixer, device):
+    layouts = {"layout": LAYOUTS[layout], "grad_layout": LAYOUTS[layout]}
+    check(device, mixer=mixer, layouts=layouts)
 
 
-def test_a_second_backward_through_a_retained_graph_is_right(device):
-    fused, _ = layers(device)
+@EACH
+def test_a_second_backward_through_a_retained_graph_is_right(mixer, device):
+    fused, _ = layers(device, mixer)
     layer = layer_of(fused)
     hidden, grad = tokens((2, 5), torch.float32, device)
     want = run(fused, hidden, grad)
@@ -145,13 +158,14 @@ def test_the_input_is_saved_once_and_masks_by_the_function_that_uses_them_alone(
     torch.testing.assert_close(masks, want, rtol=0, atol=0)
 
 
-def test_on_weights_in_4_bits_it_computes_what_these_stand_for(device):
+@EACH
+def test_on_weights_in_4_bits_it_computes_what_these_stand_for(mixer, device):
     found = []
     for change in (quantised, lambda base: dequantised(quantised(base))):
-        fused, _ = layers(device, change=change, **BF16)
+        fused, _ = layers(device, mixer, change=change, **BF16)
         found.append(run(fused, *tokens((2, 5), torch.bfloat16, device)))
     got, want = found
-    assert got.keys() == want.keys() and "linear_attn.out_proj.lora_A.default.weight" in got
+    assert got.keys() == want.keys() and any("out_proj.lora_A" in name for name in got)
     for name in want:
         assert torch.equal(got[name], want[name]), name
 
@@ -163,3 +177,9 @@ def test_at_real_sizes_it_is_within_the_error_budget(device):
         "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     }  # fmt: skip
     check(device, (3, 515), config=config, **BF16)
+
+
+@pytest.mark.gpu
+def test_so_is_a_convolution(device):
+    config = {"hidden_size": 512, "intermediate_size": 1536}
+    check(device, (3, 515), mixer="convolution", config=config, **BF16)
