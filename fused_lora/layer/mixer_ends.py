@@ -24,8 +24,8 @@ class DeltaNetEnds(NamedTuple):
         decay       = -exp(A_log) softplus(a + dt_bias)     in fp32
         y           = norm(found) silu(z)                   one pass (`gated_norm.py`)
 
-    The mixer is the recurrence of q, k, v, beta and decay. It finds [batch, positions, heads,
-    head_dim].
+    The mixer is the recurrence of q, k, v, beta and decay. Its result, `found`, is [batch,
+    positions, heads, head_dim].
     """
 
     conv_weight: Tensor  # [channels, taps]
