@@ -18,6 +18,13 @@ EVERYTHING = Fusion(
 )
 NAMES = [f"{LAYERS}.{index}" for index in range(2)]
 FAMILIES = ("Qwen2", "Llama", "Mistral", "Qwen3")
+BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
+DTYPES = {
+    "bf16": BF16,
+    "fp32": {"dtype": torch.float32},
+    "fp16": {"dtype": torch.float16, "autocast_adapter_dtype": False},
+    "bf16 with fp32 adapters": {"dtype": torch.bfloat16},
+}
 
 
 def peft_model(

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from cases.layer_case import (
+    BF16,
+    DTYPES,
     FAMILIES,
     assert_layer_right,
     operands_of_calls,
@@ -11,14 +13,6 @@ from cases.layer_case import (
     tokens,
 )
 from contract import LAYOUTS
-
-BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
-DTYPES = {
-    "bf16": BF16,
-    "fp32": {"dtype": torch.float32},
-    "fp16": {"dtype": torch.float16, "autocast_adapter_dtype": False},
-    "bf16 with fp32 adapters": {"dtype": torch.bfloat16},
-}
 
 
 @pytest.fixture

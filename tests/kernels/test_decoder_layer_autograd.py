@@ -5,6 +5,7 @@ import pytest
 import torch
 from cases.counting import saved_for_backward, saved_tensors
 from cases.layer_case import (
+    BF16,
     layer_of,
     leaves,
     operands,
@@ -20,7 +21,6 @@ from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.layer.operands import Adapters, Others
 from fused_lora.layer.saved import split
 
-BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
 FEW = (1, 4)  # tokens, for tests that measure no error
 
 

@@ -8,7 +8,7 @@ stand a few operations on the same tensors. `test_delta_net.py` has the recurren
 import pytest
 import torch
 from cases.four_bit_case import dequantised, quantised
-from cases.layer_case import assert_layer_right, layer_of, pair, run, tokens
+from cases.layer_case import BF16, DTYPES, assert_layer_right, layer_of, pair, run, tokens
 from contract import LAYOUTS
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -17,13 +17,6 @@ from fused_lora.adopt.layer import read_layer
 from fused_lora.layer.operands import draw_dropouts
 from fused_mlp.dropout import draw_seed
 
-BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
-DTYPES = {
-    "bf16": BF16,
-    "fp32": {"dtype": torch.float32},
-    "fp16": {"dtype": torch.float16, "autocast_adapter_dtype": False},
-    "bf16 with fp32 adapters": {"dtype": torch.bfloat16},
-}
 ONE = {"num_hidden_layers": 1, "pad_token_id": 0}
 MIXERS = {
     "delta net": ("Qwen3_5Text", ONE | {
