@@ -76,8 +76,9 @@ def finding(runs: Iterable[Run]) -> str:
                 fastest[place] = one
     gpus = max(gpus for gpus, _ in fastest)
     least = min(one.efficiency or 0 for one in fastest.values())
-    words = "two GPUs keep" if gpus == 2 else f"up to {gpus} GPUs keep"
-    return f"At their fastest, {words} {floor(100 * least)}% or more of the speed of each by itself"
+    words = "two GPUs" if gpus == 2 else f"up to {gpus} GPUs"
+    share = f"{floor(100 * least)}% or more"
+    return f"On {words}, the fastest variant keeps {share} of each one's own speed"
 
 
 def _speed(one: Scaled | None) -> float:

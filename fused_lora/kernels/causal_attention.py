@@ -62,9 +62,10 @@ class Launch(NamedTuple):
 class Launches(NamedTuple):
     """A kernel's launches.
 
-    The fastest of those tried, on an H200 and, with documents, on an H100. The tensor cores take 64
-    rows at a time. With 128 the sums would not fit into registers. Heads of 256 could have 2 to 5%
-    faster backward kernels, but not within the 99 kB of shared memory that smaller cards have.
+    The fastest of those tried: usual and wide on an H200, documents on an H100. The tensor cores
+    take 64 rows at a time. With 128 the sums would not fit into registers. For heads of 256 other
+    tiles make the backward 2 to 6% faster, but not within the 99 kB of shared memory that smaller
+    cards have.
     """
 
     usual: Launch

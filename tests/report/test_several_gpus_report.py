@@ -34,7 +34,7 @@ def test_the_speed_of_all_is_held_against_the_sum_of_each_and_against_one():
 
 def test_the_section_has_a_row_for_each_length_and_variant_of_each_run():
     lines = several_gpus_section([run_on(2, 0.99), run_on(4, 0.97)]).splitlines()
-    assert lines[0].startswith("![At their fastest, up to 4 GPUs keep 97% or more of the")
+    assert lines[0].startswith("![On up to 4 GPUs, the fastest variant keeps 97% or more of")
     assert lines[4].startswith("2 × NVIDIA H200 · ")
     rows = [line for line in lines if line.startswith("| ") and "GPUs" not in line]
     assert len([row for row in rows if "---" not in row]) == 8
@@ -54,5 +54,5 @@ def test_the_picture_has_a_panel_for_each_length_and_shows_one_kind_of_gpu():
         line = drawn["fused layers, CUDA graph"]
         assert [*line.get_xdata()] == [1, 2, 4]
         assert [*line.get_ydata()] == pytest.approx([100, 99, 97])
-    assert finding([run_on(2, 0.99)]).startswith("At their fastest, two GPUs keep 99%")
+    assert finding([run_on(2, 0.99)]).startswith("On two GPUs, the fastest variant keeps 99%")
     assert several_gpus_figure([]) is None
