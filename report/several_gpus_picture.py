@@ -41,8 +41,8 @@ def several_gpus_figure(runs: Iterable[Run]) -> Figure | None:
         write_title(picture, finding(runs), 0.92, 19, 1250)
         words = (
             "Thick lines: over the same GPUs at once without averaging gradients. Thin dashed "
-            "lines: over one GPU alone. Short steps without a graph wait for the host, and show its "
-            f"noise. {caption(runs[-1])}"
+            "lines: over one GPU alone. Short steps without a graph wait for the host, and show "
+            f"its noise. {caption(runs[-1])}"
         )
         write_caption(picture, words, 0.03, 70 * max(2, len(lengths)))
         if any(run.rehearsal for run in runs):
