@@ -55,7 +55,7 @@ LAYER = Site(rms_norm.normed_layers, layer.check_layer, layer.layer_forward, lef
 NO_MLP = "it has no MLP with gate_proj, up_proj and down_proj, and no experts that we know"
 NO_ATTENTION = "it has no attention with q_proj, k_proj and v_proj"
 NO_HEAD = "it has no lm_head, or PEFT computes its own loss from the logits (CPT)"
-NO_LAYER = "it has no decoder layer with self_attn, post_attention_layernorm and mlp"
+NO_LAYER = "it has no decoder layer that we know"
 SWITCHES = {
     "mlp": Part((MLP, EXPERTS), NO_MLP, "projections"),
     "attention": Part((QKV, OUTPUT, DELTA_NET, MIXER_PROJECTION), NO_ATTENTION, "projections"),

@@ -273,7 +273,7 @@ FAMILIES = {
                "attention": ("0:mamba.in_proj", "0:mamba.out_proj", "1:self_attn",
                              "1:self_attn.o_proj")},
         left={"base_model.model.model.layers.0.mamba.norm": "is not a gated norm class"},
-        functions={"LoRA_Attention": 1, "LoRA_W": 2}, not_whole="it has no decoder layer with",
+        functions={"LoRA_Attention": 1, "LoRA_W": 2}, not_whole="it has no decoder layer",
     ),
     "LFM2": Family(
         "Lfm2", CONV | {"block_auto_adjust_ff_dim": False},
@@ -283,7 +283,7 @@ FAMILIES = {
         "Lfm2Moe", TOP_2 | CONV | {"num_dense_layers": 1}, lora=EXPERTS,
         **LFM2_PARTS | {
             "fused": LFM2_PARTS["fused"] | {"mlp": ("0:feed_forward", "1:feed_forward.experts")},
-            "not_whole": "it has no decoder layer with",
+            "not_whole": "it has no decoder layer",
         },
     ),
     "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),
