@@ -1,6 +1,7 @@
 # make bench      run the experiment (without an NVIDIA GPU: a rehearsal of it)
 # make test       run the tests that a change waits for: at most five minutes on two slow cores
 # make test-all   run all of them
+# make test-rest  run those that make test leaves out
 # make check      lint, types, who may import whom, and how long and how stiff the pages are
 # make plot       draw the published pictures and tables again
 # make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers, peft and TRL
@@ -25,6 +26,9 @@ test: $(VENV)/dev
 
 test-all: $(VENV)/dev
 	$(RUN) $(PYTEST)
+
+test-rest: $(VENV)/dev
+	$(RUN) $(PYTEST) --rest
 
 test-newest: $(NEWEST)/done
 	$(NEWEST)/bin/python $(PYTEST) --quick tests/kernels tests/adopt tests/step
@@ -74,4 +78,4 @@ $(NEWEST)/done: dev/requirements/newest.txt
 	$(NEWEST)/bin/python -m pip install --quiet -r dev/requirements/newest.txt
 	touch $@
 
-.PHONY: bench test test-all test-newest check resolve-peers plot clean
+.PHONY: bench test test-all test-rest test-newest check resolve-peers plot clean

@@ -95,6 +95,7 @@ def calls(monkeypatch):
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="as `make test`: fewer cases")
+    parser.addoption("--rest", action="store_true", help="the cases that --quick leaves out")
 
 
 def _values_of(item):
@@ -124,6 +125,11 @@ def _is_tried(item, shown, is_quick):
     return is_new or not (is_quick or "thinned" in item.keywords)
 
 
+def _are_tried(items, is_quick):
+    shown: set[tuple] = set()
+    return [_is_tried(item, shown, is_quick) for item in items]
+
+
 def _check_slow_marks(items):
     """Raise UsageError if a `slow` mark names a part that no case's id has: a quick run would leave
     out what should stay."""
@@ -142,8 +148,10 @@ def pytest_collection_modifyitems(config, items):
     if not any("::" in str(arg) for arg in config.args):  # else not all cases are here
         _check_slow_marks(items)
     if "exhaustive" not in config.option.markexpr:  # whatever else -m asks for
-        shown: set[tuple] = set()
-        tried = [_is_tried(item, shown, config.option.quick) for item in items]
+        tried = _are_tried(items, config.option.quick)
+        if config.option.rest:
+            quick = _are_tried(items, is_quick=True)
+            tried = [is_tried and not was for is_tried, was in zip(tried, quick, strict=True)]
         left = [item for item, is_tried in zip(items, tried, strict=True) if not is_tried]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item, is_tried in zip(items, tried, strict=True) if is_tried]
