@@ -20,8 +20,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _compiled: dict[tuple, Any] = {}
 MAX_COMPILED = 4096
 
-# The places of such integers, by the kernel's id: Triton takes a microsecond to hash a kernel. It
-# stays alive here.
+# The positions of the integers that count tokens, by the kernel's id: Triton takes a microsecond to
+# hash a kernel. Holding the kernel keeps its id its own.
 _counts: dict[int, tuple[Any, frozenset[int]]] = {}
 
 ALIGNMENT = 16  # bytes: Triton compiles for addresses that are multiples of it
@@ -131,7 +131,7 @@ def is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# Triton has the first two, but there a call takes the host a third of a launch.
+# Triton has the first two, but its own take the host a third of a launch.
 
 
 def cdiv(a: int, b: int) -> int:

@@ -63,16 +63,16 @@ def answer(run: Run) -> str:
         for ours, theirs in zip(speedups["fused_mlp"], speedups["full_unsloth"], strict=True)
     ]
     low, high = min(shares_of_theirs), max(shares_of_theirs)
-    found_share = "About half" if 0.4 < low < high < 0.6 else f"{low:.0%} to {high:.0%}"
+    found_share = "about half" if 0.4 < low < high < 0.6 else f"{low:.0%} to {high:.0%}"
     needed, *left = (found[variant, lengths[-1]].peak_gib or 0 for variant in (BASELINE, *ANSWERS))
     shares = [SHARES.get(round(needed / gib), f"{gib / needed:.0%}") for gib in left[1:]]
     setting = f"{run.environment.device}, batch {run.experiment.batch_size}"
     return (
         "We wanted to know how much of Unsloth's speed comes from its fused MLP. So we trained the "
         "same Qwen2.5-3B LoRA four ways and timed every step. "
-        f"**{found_share} of Unsloth's time saving. In GPU time, fusing only the MLP gives {mlp}, "
-        f"{whatever}. All of Unsloth gives {unsloth}, and fusing whole decoder layers "
-        f"{everything}. At {lengths[-1]} tokens Unsloth and whole layers allocate "
+        f"**The MLP brings {found_share} of Unsloth's saving. In GPU time, fusing only "
+        f"the MLP gives {mlp}, {whatever}. All of Unsloth gives {unsloth}, and fusing whole "
+        f"decoder layers {everything}. At {lengths[-1]} tokens Unsloth and whole layers allocate "
         f"{' and '.join(dict.fromkeys(shares))} of vanilla PEFT's memory.** "
         f"({setting}, Unsloth {release_of('unsloth', run)})"
     )

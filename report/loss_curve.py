@@ -37,7 +37,7 @@ class Apart(NamedTuple):
 COLUMNS = (
     Column[Apart]("variant", lambda row: variant_of(row.variant).plain_title),
     Column[Apart]("seed", lambda row: str(row.seed)),
-    Column[Apart]("loss above that, %: mean", lambda row: f"{fmean(row.percent):+.3f}"),
+    Column[Apart]("loss above its, %: mean", lambda row: f"{fmean(row.percent):+.3f}"),
     Column[Apart](f"mean of the last {LAST} steps",
                   lambda row: f"{fmean(row.percent[-LAST:]):+.3f}"),
     Column[Apart]("furthest away", lambda row: f"{max(row.percent, key=abs):+.3f}"),
@@ -81,7 +81,7 @@ def losses_section(runs: Iterable[Run]) -> str:
         if rows := percent_apart(run):
             asked, device = run.experiment, run.environment.device
             shape = f"{asked.batch_size} rows of {asked.seq_lens[-1]} tokens a step"
-            setting = f"Held against {_held_against(run)}{on_base(run)}, {shape}, {device}"
+            setting = f"Compared with {_held_against(run)}{on_base(run)}, {shape}, {device}"
             tables.setdefault(setting, []).extend(rows)
     blocks = [f"**{words}:**\n\n{table(COLUMNS, sorted(rows))}" for words, rows in tables.items()]
     return "\n\n".join(blocks) or "Not measured yet."

@@ -53,7 +53,7 @@ def several_gpus_section(runs: Iterable[Run]) -> str:
     if not runs:
         return "No run of `lora_bench.py --gpus` is published yet."
     said = (
-        'Efficiency is over the same GPUs at once without averaging gradients. "Over one '
+        'Efficiency compares with the same GPUs at once without averaging gradients. "Over one '
         "GPU\" compares with the first GPU's speed alone, times their number."
     )
     parts = [f"![{finding(runs)}](figures/several_gpus.png)", said]

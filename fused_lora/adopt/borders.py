@@ -222,7 +222,8 @@ class LayerBorders(Filling):
     """The borders of one decoder layer.
 
     replica_of: the name of an earlier layer with the same base weights (PEFT's layer_replication).
-    They lie in that layer's buffers. scratches: one for all layers of a model.
+    They lie in that layer's buffers. scratches: shared by all layers of a model, or by every second
+    one where weights are sharded.
     """
 
     def __init__(self, kind: type[Border]):

@@ -131,9 +131,9 @@ class LayerForm(NamedTuple):
         output = total + m after_mlp(mlp(before_mlp(total)))
 
     The names are modules, "" for none. m is the attribute `multiplier`; "" means 1. All modules but
-    `mlp` are norms, except that with has_dropout those after attention and the MLP are nn.Dropout.
-    Attention is self_attn. Some layers have a `mixer` in its place, of a `mixer_kind`: a key of
-    `families.KINDS`.
+    `mlp` and `mixer` are norms, except that with has_dropout those after attention and the MLP are
+    nn.Dropout. Attention is self_attn. Some layers have a `mixer` in its place, of a `mixer_kind`:
+    a key of `families.KINDS`.
 
     In Gemma 4, each of these is an attribute of a layer, "" for none:
     own_input: the width of per_layer_input, 0 for none. After the MLP the layer adds

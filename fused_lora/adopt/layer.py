@@ -51,7 +51,8 @@ from .site import FusedForward
 
 
 class BorderedForward(FusedForward):
-    """A FusedForward that holds its layer's borders. kind: of borders; None: keep theirs."""
+    """A FusedForward that holds its layer's borders. kind: their class; None keeps them as they
+    are."""
 
     def __init__(
         self,
@@ -233,7 +234,7 @@ def _why_not_dtypes(layer: Any, hidden: Tensor, stored: torch.dtype) -> str | No
     """Return the reason if the input of this call does not fit the layer's norms, or the dtype that
     it is computed in its weights. stored: the dtype of these."""
     dtype, computed = _dtype_of(layer), compute_dtype(hidden)
-    weights = stored if stored in DTYPES else dtype  # of codes
+    weights = stored if stored in DTYPES else dtype  # codes are not computed with
     if hidden.dtype != dtype or computed != weights:
         return (
             f"its weights are {weights}, input {hidden.dtype}, computation {computed}: "

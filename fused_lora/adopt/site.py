@@ -43,7 +43,8 @@ class Site(NamedTuple):
 
     candidates: the modules of a model that the part may apply to, with their names.
     read: reads one as it is now, or raises a Refusal.
-    why_not_there: the reason if others in the model, whose module has this name, keep it from it.
+    why_not_there: the reason if other modules of the model keep the one of this name from running
+        fused.
     forward: the forward to set; called with the module and the set of parts that it runs.
     gives_way_to: a part whose forward is set instead if the module also runs that one.
     is_listed: whether the report lists it. False if another site lists its modules.

@@ -14,8 +14,8 @@ Traffic per layer, at 16,384 tokens, hidden 2,048, intermediate 11,008, rank 32,
 of 361 MB, the same as without z; partial sums of 2.1 MB a split each way; and A, 0.7 MB, from L2
 for every tile's height of rows, which is 361 MB for 32 rows. It takes 0.323 ms, and 0.268 without
 z. The matmul is added to a copy of the residual that the norm writes: 67 MB in the norm and 134 in
-the matmul. Otherwise y would take 67 MB, and `add_adapted`, which reads y and the residual and
-writes their sum, 201.
+the matmul. Otherwise y would take 67 MB, and a pass that reads y and the residual and writes
+their sum 201.
 
 A program owns some rows and a range of columns, and keeps one sum [rows, rank] in registers. A
 second kernel adds up the ranges. Deterministic. tl.dot gets h as it is stored and adds in fp32.

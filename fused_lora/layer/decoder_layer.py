@@ -46,7 +46,7 @@ inputs: n is x and m is t. Gemma 3 norms both. Granite multiplies what is added 
 pass each multiplies g and dt by the same number.
 
 Norms may multiply by one more than their weight, and the gate's activation may be GELU by tanh
-(Gemma): each is a flag of the same kernels (`kernels/activation.py`).
+(Gemma): each is a flag of the same kernels (`kernels/row_norm.py`, `kernels/activation.py`).
 
 Gradients of trained biases are sums over the rows of g, dgu, dt and dqkv, a pass each. Those of
 trained norms' weights are summed by the norm's own backward.
@@ -102,7 +102,7 @@ class DecoderLayer(torch.autograd.Function):
 
     Equivalent PyTorch, where norms, q_proj and so on are the layer's own::
 
-        # a layer has as many of these norms as it has; of others, and without `rope`, the input
+        # a norm that the layer lacks returns its input, as does rope without cos and sin
         n = norm_before_attention(hidden)
         q, k, v = (split_into_heads(proj(n)) for proj in (q_proj, k_proj, v_proj))
         q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any

@@ -69,7 +69,7 @@ def test_fp32_is_what_the_others_are_held_against_where_it_ran():
     rows = [[*row.values()][1:] for row in rows_in(said) if row["variant"] == "vanilla PEFT"]
     assert rows == [["0", "+0.000", "+0.000", "+0.000", "0 of 2"],
                     ["1", "-0.500", "-0.500", "-1.000", "1 of 2"]]  # fmt: skip
-    title = "**Held against vanilla PEFT in fp32, 32 rows of 256 tokens a step, NVIDIA H200:**"
+    title = "**Compared with vanilla PEFT in fp32, 32 rows of 256 tokens a step, NVIDIA H200:**"
     assert said.count("**") == 2 and title in said
     assert loss_curve.losses_section([TWO, *two_seeds]).count("| variant |") == 2
     assert loss_curve.losses_section([example.empty()]) == loss_curve.losses_section([])
