@@ -174,7 +174,7 @@ def add(row: families.Family) -> None:
         if (form := getattr(row, field)) is not None:
             forms[kind][row.class_of(kind)] = form
     if row.layer is not None:
-        forms["DecoderLayer"][row.class_of("Layer")] = row.why_not_whole()
+        families.WHY_NOT_WHOLE[row.class_of("Layer")] = row.why_not_whole()
         if row.layer.before_mlp:
             forms["NormedLayer"][row.class_of("Layer")] = row.layer
     known._form_of.cache_clear()

@@ -6,7 +6,7 @@ checks whether it may replace the module's own, and steps aside if not (`adopt/s
 """
 
 import warnings
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .adopt.own_memory import unborder
 from .adopt.report import ASKED_EARLY, NO_ADAPTERS, PARTS_SET, FusionReport, explained, report_on
 from .adopt.setting import running_in, set_forwards
 from .adopt.site import Part
-from .adopt.switches import KINDS, SWITCHES, switches_for
+from .adopt.switches import BORDERS, SWITCHES, switches_for
 from .step.checkpoint import POLICIES, Checkpoint
 
 
@@ -73,9 +73,8 @@ class Fusion:
     fp8_lm_head: bool = False
     checkpoint: str = ""
     checkpoint_gib: float | None = None
-    bordered: InitVar[bool] = False  # a switch of the past
 
-    def __post_init__(self, bordered: bool) -> None:
+    def __post_init__(self) -> None:
         for part in fields(self):
             value = getattr(self, part.name)
             if part.type is bool and not isinstance(value, bool):
@@ -84,8 +83,6 @@ class Fusion:
             raise ValueError(
                 f"Fusion needs checkpoint as one of {', '.join(POLICIES)}, got {self.checkpoint!r}"
             )
-        if bordered:
-            raise ValueError("Fusion: bordered=True is gone: ask for layer=True instead")
         if self.fp8 and not self.layer:
             raise ValueError("Fusion: fp8=True needs whole layers: ask for layer=True as well")
         if self.fp8_lm_head and not self.cross_entropy:
@@ -173,11 +170,11 @@ class _Asked:
         self.refused: dict[str, str] = {}
         self.early: set[str] = set()
         self.kind: type[Border] | None = None
-        asked = next((switch for switch in KINDS if getattr(fusion, switch)), "")
-        switches = switches_for(KINDS.get(asked))
+        asked = next((switch for switch in BORDERS if getattr(fusion, switch)), "")
+        switches = switches_for(BORDERS.get(asked))
         self.wanted = {part for part in _parts_of(fusion) if self._may_run(part, switches[part])}
         if asked and "layer" in self.wanted and self._may_lie_in(asked):
-            self.kind = KINDS[asked]
+            self.kind = BORDERS[asked]
 
     def _may_run(self, part: str, switch: Part) -> bool:
         reasons = {
@@ -198,7 +195,7 @@ class _Asked:
         return False
 
     def _may_lie_in(self, switch: str) -> bool:
-        kind = KINDS[switch]
+        kind = BORDERS[switch]
         why_not = {
             f"{name}{kind.precision}": kind.why_not(layer)
             for name, layer, site in switches_for(kind)["layer"].candidates(self.model)

@@ -76,7 +76,7 @@ def has_kept() -> bool:
     return bool(around) and around[-1].runs_again and around[-1].keep is not None
 
 
-def takes_away() -> bool:
+def keeps_elsewhere() -> bool:
     """Return True if `once` moves what it keeps elsewhere, which is fast for rows without gaps."""
     around = runs()
     return bool(around) and around[-1].keep not in (None, STAYS)

@@ -109,11 +109,16 @@ def check_runnable(name: str, kernel, tensor: Tensor) -> None:
         raise ValueError(
             f"{name} computes in bfloat16, float16 or float32, got {tensor.dtype}: cast first"
         )
-    if tensor.is_cpu and isinstance(kernel, triton.JITFunction):
+    if tensor.is_cpu and not is_interpreted(kernel):
         raise ValueError(
             f"{name} got tensors on the CPU: move them to a GPU, or set TRITON_INTERPRET=1 before "
             "triton is imported to run the kernel in Triton's interpreter"
         )
+
+
+def is_interpreted(kernel) -> bool:
+    """Return True in Triton's interpreter, which runs kernels on the CPU."""
+    return not isinstance(kernel, triton.JITFunction)
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager:

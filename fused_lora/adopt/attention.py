@@ -152,11 +152,11 @@ def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from _with_adapters(name, attention, _output_name(attention))
 
 
-def projections_of_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the projections of convolutions and recurrences that replace attention."""
-    for name, mixer in model.named_modules():
-        if (form := known_form(mixer, "Mixer")) is not None:
-            yield from _with_adapters(name, mixer, *form.projections)
+def lone_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the projections that run fused in modules which otherwise stay the library's."""
+    for name, module in model.named_modules():
+        if (form := known_form(module, "Projections")) is not None:
+            yield from _with_adapters(name, module, *form.projections)
 
 
 def _with_adapters(owner: str, module: nn.Module, *names: str) -> Iterator[tuple[str, nn.Module]]:

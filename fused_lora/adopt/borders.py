@@ -86,7 +86,7 @@ class _Made(NamedTuple):
 class Border:
     """The buffer of projections that share an input, for as long as their weights lie in it.
 
-    `DefaultBorder` is what a layer has unless its user asks for another (`switches.KINDS`).
+    `DefaultBorder` is what a layer has unless its user asks for another (`switches.BORDERS`).
     """
 
     precision = ""  # the report adds it to such layers

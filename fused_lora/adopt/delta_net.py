@@ -1,22 +1,21 @@
-"""The switch `attention` in a gated delta net: the forward it sets, around a recurrence that stays
-that of the library that transformers has chosen."""
+"""A gated delta net: the forward that the switch `attention` sets, and what a layer that runs whole
+needs of it. The recurrence stays that of the library that transformers has chosen."""
 
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..causal_conv import MAX_TAPS, causal_conv
-from ..layer.mixer_ends import DeltaNetEnds
+from ..layer.mixer_ends import DeltaNetEnds, decay_of
 from ..lora_group import FrozenGroup, LoRA_Group
 from .aside import say_left, step_aside
 from .attention import NO_CACHE_IN_TRAINING
 from .foreign.delta_rule import NAME, delta_rule
 from .foreign.originals import why_replaced
-from .foreign.versions import CACHE, RULE_REPEATS_HEADS, STATES, class_forward
+from .foreign.versions import CACHE, CONVOLUTION, RULE_REPEATS_HEADS, STATES, class_forward
 from .forms import DeltaNetForm
 from .four_bit.parts import why_not_input, written
 from .known import known_form, why_not_class
@@ -33,7 +32,6 @@ from .refusal import attempt, refuse
 from .rms_norm import read_gated_norm
 from .site import having
 
-CONVOLUTION = "causal_conv1d_fn"  # transformers' name
 DOCUMENTS = (
     "its rows hold documents, which only the libraries' convolution and recurrence keep apart"
 )
@@ -113,7 +111,7 @@ def delta_net_forward(
         q, k, v = mixed.split(qkv_sizes(net), -1)
     else:
         q, k, v = _convolve(net, mixed)
-    decay = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
+    decay = decay_of(net.A_log, a, net.dt_bias)
     rule = read.rule if documents is None else named[NAME]
     found = run_rule(net, rule, (q, k, v), decay, b.sigmoid(), cu_seqlens=documents, **options)
     rows = found.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)

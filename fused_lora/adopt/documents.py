@@ -32,7 +32,7 @@ from .foreign.originals import why_replaced
 from .foreign.versions import class_forward, is_checkpointed
 from .known import known_form
 from .layer import borders_of
-from .layer_reading import attention_is_read
+from .layer_reading import takes_attention
 from .linear import read_output
 from .projection import why_call
 from .refusal import attempt, reason_of
@@ -156,7 +156,7 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
         return False
     # else it attends as transformers does, with a mask of positions x positions
     if borders is not None:
-        return attention_is_read(layer, borders.kind)
+        return takes_attention(layer, borders.kind)
     if why_not_as_one(attention):
         return False
     reads, reason = attempt(read_qkv, attention)

@@ -14,9 +14,9 @@ from .forms import (
     GatedNormForm,
     LayerForm,
     LossForm,
-    MixerForm,
     MLPForm,
     NormForm,
+    ProjectionsForm,
     ShortConvForm,
 )
 
@@ -40,7 +40,7 @@ class Family(NamedTuple):
     gated_norm: GatedNormForm | None = None
     short_conv: ShortConvForm | None = None
     experts: ExpertsForm | None = None
-    mixer: MixerForm | None = None
+    projections: ProjectionsForm | None = None
     names: dict[str, str] = {}  # noqa: RUF012
     whole: bool = False
 
@@ -83,8 +83,9 @@ LFM2_ATTENTION = AttentionForm(
 )
 LFM2_MLP = MLPForm(("w1", "w3"), "", "w2")
 # latent attention's
-LATENTS = MixerForm(("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
-DELTA_OUTPUT = MixerForm(("out_proj",))
+LATENTS = ProjectionsForm(("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+DELTA_OUTPUT = ProjectionsForm(("out_proj",))
+IN_AND_OUT = ProjectionsForm()
 SINKS = AttentionForm(separates_documents=False, sinks="sinks", shares_angles=True,
                       passes=(*OWN_WINDOW, ("s_aux", "sinks")))  # fmt: skip
 SOFT_CAP = ("softcap", "attn_logit_softcapping")
@@ -99,8 +100,8 @@ FAMILIES = (
     Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
     # most of its layers have a gated delta net instead
     Family("qwen3_5", "Qwen3_5", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM,
-           delta_net=DeltaNetForm(), gated_norm=GatedNormForm(), mixer=DELTA_OUTPUT,
-           names={"Mixer": "Qwen3_5GatedDeltaNet"}, whole=True),
+           delta_net=DeltaNetForm(), gated_norm=GatedNormForm(), projections=DELTA_OUTPUT,
+           names={"Projections": "Qwen3_5GatedDeltaNet"}, whole=True),
     Family("cwm", "Cwm", WINDOWED, whole=True),
     Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
@@ -108,13 +109,13 @@ FAMILIES = (
     Family("granitemoehybrid", "GraniteMoeHybrid",
            AttentionForm(turns="config.position_embedding_type", separates_documents=False),
            MLPForm(("input_linear",), "activation", "output_linear"), layer=None,
-           loss=LossForm(divided_by="logits_scaling", has_router=True), mixer=MixerForm(),
-           experts=EXPERTS, names={"Mixer": "GraniteMoeHybridMambaLayer"}),
+           loss=LossForm(divided_by="logits_scaling", has_router=True), projections=IN_AND_OUT,
+           experts=EXPERTS, names={"Projections": "GraniteMoeHybridMambaLayer"}),
     Family("lfm2", "Lfm2", LFM2_ATTENTION, LFM2_MLP, layer=LFM2_LAYER, loss=LFM2_LOSS,
-           short_conv=ShortConvForm(), mixer=MixerForm(), names={"Mixer": "Lfm2ShortConv"},
-           whole=True),
+           short_conv=ShortConvForm(), projections=IN_AND_OUT,
+           names={"Projections": "Lfm2ShortConv"}, whole=True),
     Family("lfm2_moe", "Lfm2Moe", LFM2_ATTENTION, LFM2_MLP, layer=None, loss=LFM2_LOSS,
-           mixer=MixerForm(), experts=EXPERTS, names={"Mixer": "Lfm2MoeShortConv"}),
+           projections=IN_AND_OUT, experts=EXPERTS, names={"Projections": "Lfm2MoeShortConv"}),
     Family("glm4", "Glm4", AttentionForm(interleaved=True), GATE_UP, layer=GLM_LAYER, whole=True),
     Family("glm", "Glm", AttentionForm(interleaved=True), GATE_UP, whole=True),
     Family("ernie4_5", "Ernie4_5", AttentionForm(interleaved=True), whole=True),
@@ -127,19 +128,19 @@ FAMILIES = (
            experts=EXPERTS),
     Family("qwen3_5_moe", "Qwen3_5Moe", AttentionForm(norms="heads", has_gate=True),
            norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS, delta_net=DeltaNetForm(),
-           gated_norm=GatedNormForm(), mixer=DELTA_OUTPUT,
-           names={"Mixer": "Qwen3_5MoeGatedDeltaNet"}),
+           gated_norm=GatedNormForm(), projections=DELTA_OUTPUT,
+           names={"Projections": "Qwen3_5MoeGatedDeltaNet"}),
     # its gated delta nets run projection by projection
     Family("qwen3_next", "Qwen3Next", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM,
            layer=None, loss=MIXTURE, experts=EXPERTS, gated_norm=GatedNormForm(),
-           mixer=MixerForm(("in_proj_qkvz", "in_proj_ba", "out_proj")),
-           names={"Mixer": "Qwen3NextGatedDeltaNet"}),
+           projections=ProjectionsForm(("in_proj_qkvz", "in_proj_ba", "out_proj")),
+           names={"Projections": "Qwen3NextGatedDeltaNet"}),
     Family("ernie4_5_moe", "Ernie4_5_Moe", AttentionForm(interleaved=True), loss=MIXTURE,
            experts=EXPERTS),
-    Family("mistral4", "Mistral4", None, experts=EXPERTS, mixer=LATENTS,
-           names={"Mixer": "Mistral4Attention"}),
-    Family("glm4_moe_lite", "Glm4MoeLite", None, experts=EXPERTS, mixer=LATENTS,
-           names={"Mixer": "Glm4MoeLiteAttention"}),
+    Family("mistral4", "Mistral4", None, experts=EXPERTS, projections=LATENTS,
+           names={"Projections": "Mistral4Attention"}),
+    Family("glm4_moe_lite", "Glm4MoeLite", None, experts=EXPERTS, projections=LATENTS,
+           names={"Projections": "Glm4MoeLiteAttention"}),
     Family("gpt_oss", "GptOss", SINKS, None, loss=MIXTURE,
            experts=ExpertsForm(is_clamped=True)),
     Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),
@@ -157,8 +158,9 @@ FAMILIES = (
     # its attention has a layer for its gate, and a norm without weight
     Family("muse_glimmer", "MuseGlimmerText", None, norm=GEMMA_NORM, layer=GEMMA_LAYER,
            loss=GEMMA_LOSS._replace(multiplied_by="output_multiplier"),
-           mixer=MixerForm(("q_proj", "k_proj", "v_proj", "gate_proj")),
-           names={"RMSNorm": "MuseGlimmerTextCenteredRMSNorm", "Mixer": "MuseGlimmerTextAttention",
+           projections=ProjectionsForm(("q_proj", "k_proj", "v_proj", "gate_proj")),
+           names={"RMSNorm": "MuseGlimmerTextCenteredRMSNorm",
+                  "Projections": "MuseGlimmerTextAttention",
                   "ForCausalLM": "MuseGlimmerForConditionalGeneration"}),
     Family("muse_glimmer", "MuseGlimmer", None, None, NormForm(eps="eps"), None, None),
     Family("phi3", "Phi3", AttentionForm(("qkv_proj",), passes=CONFIGS_WINDOW),
@@ -201,7 +203,7 @@ KINDS = {
     "GatedDeltaNet": ("delta_net", "GatedDeltaNet"),
     "ShortConv": ("short_conv", "ShortConv"),
     "RMSNormGated": ("gated_norm", "RMSNormGated"),
-    "Mixer": ("mixer", "Mixer"),
+    "Projections": ("projections", "Projections"),
 }
 FORMS: dict[str, dict[str, Any]] = {
     kind: {
@@ -211,8 +213,8 @@ FORMS: dict[str, dict[str, Any]] = {
     }
     for kind, (field, _) in KINDS.items()
 }
-# Why a layer does not run as one; "": it does.
-FORMS["DecoderLayer"] = {
+# Why `layer` does not take a layer class that FORMS["Layer"] has; "": it does.
+WHY_NOT_WHOLE = {
     family.class_of("Layer"): family.why_not_whole()
     for family in FAMILIES
     if family.layer is not None

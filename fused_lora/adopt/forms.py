@@ -58,10 +58,11 @@ class MLPForm(NamedTuple):
     output: str = "down_proj"
 
 
-class MixerForm(NamedTuple):
-    """A convolution or a recurrence instead of attention. It stays the library's.
+class ProjectionsForm(NamedTuple):
+    """A convolution, a recurrence, or an attention that we do not know whole, which stays the
+    library's.
 
-    projections: the linear layers of it that run fused, each as a function on its own.
+    projections: its linear layers that run fused, each as a function on its own.
     """
 
     projections: tuple[str, ...] = ("in_proj", "out_proj")
@@ -95,7 +96,7 @@ class DeltaNetForm(NamedTuple):
     k, v, sigmoid(b) and -exp(A_log) softplus(a + dt_bias), its norm with the gate z, out_proj.
 
     projections: its layers for [q | k | v], z, b and a, which run as one.
-    output: its layer behind the norm, in parts a Mixer's.
+    output: its layer behind the norm. In parts `ProjectionsForm` names it.
     """
 
     projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -106,7 +107,7 @@ class ShortConvForm(NamedTuple):
     """A short convolution: output(c conv(b x)), with [b | c | x] from its projection and a causal
     convolution of each feature, without activation.
 
-    projections, output: its layers, in parts a Mixer's.
+    projections, output: its layers. In parts `ProjectionsForm` names them.
     """
 
     projections: tuple[str, ...] = ("in_proj",)

@@ -6,7 +6,7 @@ from typing import Any
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from .families import FORMS
+from .families import FORMS, WHY_NOT_WHOLE
 from .foreign.forwards import why_not_own_forward
 from .foreign.originals import why_patched, why_replaced
 from .foreign.parallel import own_class
@@ -18,12 +18,11 @@ KNOWN_TO = {
     "Attention": "an attention class that we know",
     "RMSNorm": "a norm class that we know, weight * (x / rms(x))",
     "NormedLayer": "a layer class that we know",
-    "DecoderLayer": "a layer class whose parts we know",
+    "Layer": "a layer class whose parts we know",
     "ForCausalLM": "a class that we know, with its loss from lm_head alone",
     "GatedDeltaNet": "a gated delta net that we know",
     "ShortConv": "a short convolution that we know",
     "RMSNormGated": "a gated norm class that we know, weight * (x / rms(x)) * silu(gate)",
-    "Mixer": "a convolution or a recurrence whose projections we know",
 }
 # Functions and methods that the forwards of these classes call, and that fused ones compute
 # themselves.
@@ -41,6 +40,11 @@ def layer_form(module: nn.Module) -> LayerForm:
     return known_form(module, "Layer") or LayerForm()
 
 
+def why_not_whole(layer: nn.Module) -> str:
+    """Return the reason why `layer` does not take a layer of a known class, "" if it does."""
+    return WHY_NOT_WHOLE[_full_name(own_class(layer))]
+
+
 def inner_norm(layer: nn.Module) -> Any:
     """Return a norm that every layer has, in front of its MLP or behind attention; None for a
     module that is no layer."""
@@ -50,7 +54,11 @@ def inner_norm(layer: nn.Module) -> Any:
 
 @cache
 def _form_of(cls: type, kind: str) -> Any:  # called several times in every forward of a layer
-    return FORMS[kind].get(f"{cls.__module__}.{cls.__qualname__}")
+    return FORMS[kind].get(_full_name(cls))
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def why_not_class(module: nn.Module, kind: str) -> str | None:

@@ -9,13 +9,11 @@ from types import MethodType
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor, nn
 
 from fused_mlp.launching import DTYPES
 from fused_mlp.utils import compute_dtype
 
-from ..kernels.residual import _extend_rows_kernel
 from ..kernels.rows import Handover
 from ..layer.buffer import WeightGroup
 from ..layer.decoder_layer import DecoderLayer
@@ -32,7 +30,7 @@ from .default_border import DefaultBorder
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_dtensor, is_flattened, is_in_fsdp, may_shard_later
 from .foreign.versions import by_name, class_forward
-from .known import inner_norm, known_form
+from .known import inner_norm, known_form, layer_form
 from .layer_reading import (
     base_layers,
     mlp_of,
@@ -47,7 +45,7 @@ from .projection import Projection, bias_of, seed_for, trains_bias
 from .refusal import Refusal, attempt, refuse
 from .rms_norm import finished, normed_layer_forward
 from .sharded_weight import ShardedWeight
-from .site import FusedForward
+from .site import KERNELS_WANT_A_GPU, FusedForward
 
 
 class BorderedForward(FusedForward):
@@ -111,13 +109,13 @@ def _waits(weight: Tensor, kind: type[Border]) -> bool:
     run before the model is moved, or where fully_shard may take them."""
     if weight.device.type == "meta" or is_dtensor(weight) or (kind.may_wait and may_shard_later()):
         return True
-    return weight.device.type == "cpu" and isinstance(_extend_rows_kernel, triton.JITFunction)
+    return weight.device.type == "cpu" and KERNELS_WANT_A_GPU
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
-def check_layer(layer: Any, kind: type[Border] | None = None) -> dict[str, str]:
+def read_layer(layer: Any, kind: type[Border] | None = None) -> dict[str, str]:
     """Raise a Refusal if a layer cannot run as one now, on borders of the kind asked for. Return
     what of it is a library's, and slow."""
     _read(layer, kind)
@@ -129,18 +127,12 @@ def _is_flattened(layer: Any) -> bool:
     return is_in_fsdp(layer) and any(map(is_flattened, base_layers(layer)))
 
 
-def read_layer(layer: Any) -> tuple:
-    """Return DecoderLayer's operands after the mask, read from this fused layer as it is now, for
-    tests. Moves weights that lie elsewhere into new buffers."""
-    return _operands(layer, _read(layer))
-
-
 def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     borders = borders_of(layer)
     assert borders is not None
     parts, ranks = parts_and_ranks(layer, reads)
     qkv, o, gate_up, down = borders.find_or_make(reads, parts, ranks, _dtype_of(layer))
-    form = known_form(layer, "Layer")
+    form = layer_form(layer)
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
     norms = norms_of(layer)
     (norm_form,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
@@ -211,14 +203,14 @@ def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection
 
 def _read_call(layer: Any, *call: Any) -> list[list[Projection]]:
     """Run `_read` for a call with these arguments."""
-    refuse(_why_not_inputs(layer, *call))
+    refuse(_why_not_inputs(layer, *call[1:]))
     reads = _read(layer)
     refuse(_why_not_dtypes(layer, call[0], reads[0][0].weight.dtype))
     return reads
 
 
 def _why_not_inputs(
-    layer: Any, hidden: Tensor, mask, past_key_values, position_embeddings, options: dict
+    layer: Any, mask, past_key_values, position_embeddings, options: dict
 ) -> str | None:
     """Return the reason if the arguments of this call keep the layer from running fused."""
     if (reason := why_not_inputs(mask, past_key_values, options)) is not None:

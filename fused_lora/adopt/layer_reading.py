@@ -15,7 +15,7 @@ from .borders import Border
 from .foreign.forwards import fused_parts_of
 from .forms import LayerForm
 from .four_bit.reading import why_not_alike
-from .known import known_form, why_not_class
+from .known import known_form, layer_form, why_not_class, why_not_whole
 from .mixer_layer import has_mixer, mixer_of, noun_of, why_not_mixer
 from .mlp import split_gate_up, why_not_activation
 from .projection import Projection, read_projection, trains_bias, why_call
@@ -65,7 +65,7 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
     return groups
 
 
-def attention_is_read(layer: Any, kind: type[Border]) -> bool:
+def takes_attention(layer: Any, kind: type[Border]) -> bool:
     """Return True if such borders can take the projections of a layer's attention."""
     qkv, o = grouped_projections(layer)[:2]
     found = (attempt(_read_one, owner, name, kind) for owner, names in (qkv, o) for name in names)
@@ -114,7 +114,7 @@ def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
     mlp = mlp_of(layer)
     if has_mixer(layer):
         mixer = mixer_of(layer)
-        form = known_form(mixer, known_form(layer, "Layer").mixer_kind)
+        form = known_form(mixer, layer_form(layer).mixer_kind)
     else:
         mixer = layer.self_attn
         form = known_form(mixer, "Attention")
@@ -126,7 +126,7 @@ def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
 
 
 def mlp_of(layer: Any) -> Any:
-    return layer._modules[known_form(layer, "Layer").mlp]
+    return layer._modules[layer_form(layer).mlp]
 
 
 def parts_and_ranks(
@@ -163,20 +163,17 @@ def names_of_norms(form: LayerForm) -> tuple[str, str, str, str]:
 
 def norms_of(layer: Any) -> dict[str, Any]:
     """Return a layer's norms by name, as PEFT runs them."""
-    names = filter(None, names_of_norms(known_form(layer, "Layer")))
+    names = filter(None, names_of_norms(layer_form(layer)))
     return {name: active_norm(layer._modules[name]) for name in names}
 
 
 def _why_not_parts(layer: Any) -> str | None:
     """Return the reason if a part of the layer other than its projections computes something we do
     not fuse."""
-    reason = why_not_class(layer, "DecoderLayer") or known_form(layer, "DecoderLayer")
-    if reason:
+    if reason := why_not_class(layer, "Layer") or why_not_whole(layer) or why_mixed(layer):
         return reason
-    if (reason := why_mixed(layer)) is not None:
-        return reason
-    form, has_no_attention = known_form(layer, "Layer"), has_mixer(layer)
-    kinds = {form.mlp: "MLP"} if has_no_attention else {"self_attn": "Attention", form.mlp: "MLP"}
+    form = layer_form(layer)
+    kinds = {form.mlp: "MLP"} if has_mixer(layer) else {"self_attn": "Attention", form.mlp: "MLP"}
     for name, kind in kinds.items():
         part = layer._modules[name]
         if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
@@ -195,7 +192,7 @@ def _why_not_parts(layer: Any) -> str | None:
             return f"{name}: resid_pdrop is {dropout.p}: load the model with resid_pdrop=0.0"
         if (reason := why_call(dropout)) is not None:
             return f"{name}: {reason}"
-    if has_no_attention:
+    if has_mixer(layer):
         if (reason := why_not_mixer(layer)) is not None:
             return reason
     elif reason := why_not_sdpa(layer.self_attn) or why_not_head_norms(layer.self_attn):

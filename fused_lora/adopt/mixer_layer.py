@@ -38,14 +38,22 @@ class Mixer(NamedTuple):
 
 MIXERS = {
     "GatedDeltaNet": Mixer(
-        "a gated delta net", delta_net.UNTRAINED, delta_net.why_not_net, delta_net.net_ends,
-        delta_net.run_net, delta_net.why_not_documents, delta_net.why_slow_rule,
+        noun="a gated delta net",
+        untrained=delta_net.UNTRAINED,
+        why_not=delta_net.why_not_net,
+        ends=delta_net.net_ends,
+        run=delta_net.run_net,
+        why_not_options=delta_net.why_not_documents,
+        why_slow=delta_net.why_slow_rule,
     ),
     "ShortConv": Mixer(
-        "a short convolution", (), short_conv.why_not_short_conv, lambda conv: ShortConvEnds(),
-        short_conv.run_short_conv,
+        noun="a short convolution",
+        untrained=(),
+        why_not=short_conv.why_not_short_conv,
+        ends=lambda conv: ShortConvEnds(),
+        run=short_conv.run_short_conv,
     ),
-}  # fmt: skip
+}
 
 
 def has_mixer(layer: Any) -> bool:

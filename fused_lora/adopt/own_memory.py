@@ -28,20 +28,16 @@ def _leave_peft(base: nn.Module, prefix: str, keep_vars: bool) -> None:
 HOOKS = (_leave_peft, hand_out_buffered)
 
 
-def _give_own_memory(base: Any) -> list[str]:
+def _give_own_memory(base: Any) -> None:
     """Move weight and bias out of their buffer, whatever their names are now (weight_orig after
-    pruning). Return the names of those that lay in one."""
-    moved = []
-    for name, parameter in base.named_parameters():
+    pruning)."""
+    for parameter in base.parameters():
         if isinstance(parameter, PlacedWeight):
             parameter.leave_buffer()
-            moved.append(name)
         elif type(parameter) is nn.Parameter and not (
             parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
         ):
             parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
-            moved.append(name)
-    return moved
 
 
 def leave_buffers(model: nn.Module) -> None:
@@ -52,13 +48,11 @@ def leave_buffers(model: nn.Module) -> None:
             _give_own_memory(module)
 
 
-def unborder(model: nn.Module) -> list[str]:
+def unborder(model: nn.Module) -> None:
     """Move every weight and bias of `model` that lies in a buffer back to separate contiguous
-    memory, with its current value. Return the names. This frees the buffers."""
-    names = []
-    for name, module in model.named_modules():
+    memory, with its current value. This frees the buffers."""
+    for module in model.modules():
         for hooks in (module._state_dict_pre_hooks, module._state_dict_hooks):
             for key in [key for key, hook in hooks.items() if hook in HOOKS]:
                 del hooks[key]
-                names += [f"{name}.{kind}" for kind in _give_own_memory(module)]
-    return names
+                _give_own_memory(module)

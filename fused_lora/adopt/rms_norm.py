@@ -134,7 +134,7 @@ def read_normed_layer(layer: Any, dtype: torch.dtype | None = None) -> Any:
 
 def why_mixed(layer: Any) -> str | None:
     """Return the reason if a layer whose class we know adds a mixture of experts to its MLP."""
-    name = known_form(layer, "Layer").mixture
+    name = layer_form(layer).mixture
     return "it adds a mixture of experts to its MLP" if name and getattr(layer, name) else None
 
 
@@ -172,7 +172,7 @@ def normed_layer_forward(
 
 def finished(layer: Any, total: Tensor, per_layer_input: Tensor | None) -> Tensor:
     """Return a layer's output from the total after its MLP, which it is but in Gemma 4."""
-    form = known_form(layer, "Layer")
+    form = layer_form(layer)
     if form.own_input and getattr(layer, form.own_input):
         gate = layer.act_fn(layer.per_layer_input_gate(total))
         addend = layer.per_layer_projection(gate * per_layer_input)
@@ -181,7 +181,7 @@ def finished(layer: Any, total: Tensor, per_layer_input: Tensor | None) -> Tenso
 
 
 def _after_mlp(layer: Any, x: Tensor) -> Tensor:
-    output = getattr(layer, known_form(layer, "Layer").mlp)(x)
+    output = getattr(layer, layer_form(layer).mlp)(x)
     return output[0] if isinstance(output, tuple) else output  # a mixture's routing comes second
 
 

@@ -20,7 +20,7 @@ from .layer import BorderedForward, borders_of, give_borders
 from .own_memory import leave_buffers
 from .report import PARTS_SET
 from .site import FusedForward, Site
-from .switches import KINDS, SWITCHES, switches_for
+from .switches import BORDERS, SWITCHES, switches_for
 
 IN_LAYERS = {"mlp", "attention", "rope", "rms_norm", "layer"}
 
@@ -58,7 +58,7 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
     remove_taker(model)
     if names := [n for n, one in model.named_modules() if "cross_entropy" in fused_parts_of(one)]:
         model.register_forward_pre_hook(HeadTaker(names))
-    for each in KINDS.values():
+    for each in BORDERS.values():
         each.settle(model)
 
 

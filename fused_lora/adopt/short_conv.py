@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .delta_net import CONVOLUTION
 from .foreign.parallel import own_class
+from .foreign.versions import CONVOLUTION
 from .projection import why_call
 
 

@@ -15,9 +15,9 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor, nn
 
+from fused_mlp.launching import is_interpreted
 from fused_mlp.swiglu import _swiglu_forward_kernel
 
 from .aside import step_aside
@@ -32,7 +32,7 @@ from .foreign.versions import (
 from .refusal import reason_of
 
 # False in Triton's interpreter, which runs kernels on the CPU.
-KERNELS_WANT_A_GPU = isinstance(_swiglu_forward_kernel, triton.JITFunction)
+KERNELS_WANT_A_GPU = not is_interpreted(_swiglu_forward_kernel)
 ON_CPU = (
     "its weights are on the CPU, where no kernel runs: it runs fused once the model is on a GPU"
 )

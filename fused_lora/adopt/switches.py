@@ -34,7 +34,7 @@ DELTA_NET = Site(
     units=lambda net: set(delta_net.IN_PROJECTIONS), left=lambda read: read.left,
     why_not_there=why_not_norms,
 )  # fmt: skip
-MIXER_PROJECTION = OUTPUT._replace(candidates=attention.projections_of_mixers)
+LONE_PROJECTION = OUTPUT._replace(candidates=attention.lone_projections)
 TURNING = Site(
     attention.turning_attentions, attention.read_turning, attention.self_attention_forward
 )
@@ -48,7 +48,7 @@ LOSS = Site(
     cross_entropy.causal_lms, cross_entropy.read_answered_head, cross_entropy.causal_lm_forward
 )
 FP8_LOSS = LOSS._replace(read=cross_entropy.read_fp8_head)
-LAYER = Site(rms_norm.normed_layers, layer.check_layer, layer.layer_forward, left=lambda slow: slow)
+LAYER = Site(rms_norm.normed_layers, layer.read_layer, layer.layer_forward, left=lambda slow: slow)
 
 # --- parts ----------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ NO_HEAD = "it has no lm_head, or PEFT computes its own loss from the logits (CPT
 NO_LAYER = "it has no decoder layer that we know"
 SWITCHES = {
     "mlp": Part((MLP, EXPERTS), NO_MLP, "projections"),
-    "attention": Part((QKV, OUTPUT, DELTA_NET, MIXER_PROJECTION), NO_ATTENTION, "projections"),
+    "attention": Part((QKV, OUTPUT, DELTA_NET, LONE_PROJECTION), NO_ATTENTION, "projections"),
     "rope": Part((TURNING,), NO_ATTENTION, "attentions"),
     "rms_norm": Part((NORM, GATED_NORM, NORMED_LAYER), "it has no RMSNorm", "norms"),
     "cross_entropy": Part((LOSS,), NO_HEAD, "losses"),
@@ -66,10 +66,10 @@ SWITCHES = {
     "layer": Part((LAYER,), NO_LAYER, "layers"),
 }
 # The switches that choose the kind of buffer for the weights of layers.
-KINDS: dict[str, type[Border]] = {"fp8": Fp8Border}
+BORDERS: dict[str, type[Border]] = {"fp8": Fp8Border}
 
 
 def switches_for(kind: type[Border] | None) -> dict[str, Part]:
     """Return SWITCHES for layers in buffers of this kind. None: keep the kind they have."""
-    site = LAYER._replace(read=partial(layer.check_layer, kind=kind))
+    site = LAYER._replace(read=partial(layer.read_layer, kind=kind))
     return SWITCHES | {"layer": SWITCHES["layer"]._replace(sites=(site,))}

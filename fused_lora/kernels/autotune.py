@@ -18,10 +18,9 @@ from statistics import median
 from threading import Lock
 
 import torch
-import triton
 from torch import Tensor
 
-from fused_mlp.launching import is_capturing, next_power_of_2
+from fused_mlp.launching import is_capturing, is_interpreted, next_power_of_2
 
 from .tiling import Tiling
 
@@ -65,7 +64,7 @@ def fastest(
     """
     if (
         torch.compiler.is_compiling()
-        or not isinstance(kernel, triton.JITFunction)
+        or is_interpreted(kernel)
         or not tensor.is_cuda
         or tensor.dtype == torch.float32
         or _capability(tensor.get_device()) in MEASURED_ON

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import cdiv, launch
+from fused_mlp.launching import cdiv, is_interpreted, launch
 
 from .rows import check_rows
 from .tiling import dots_in_fp32
@@ -227,8 +227,8 @@ def fits_kernels(
 
 def fits_heads(dtype: torch.dtype, head_dim: int) -> bool:
     """Return True if these kernels can attend to documents with such heads."""
-    is_interpreted = not isinstance(_attention_forward_kernel, triton.JITFunction)
-    return head_dim // 2 in HALVES and (dtype != torch.float32 or is_interpreted)
+    is_known = dtype != torch.float32 or is_interpreted(_attention_forward_kernel)
+    return head_dim // 2 in HALVES and is_known
 
 
 def causal_attention_forward(

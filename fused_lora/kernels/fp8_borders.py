@@ -29,9 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import cdiv, launch_by_triton, on_device_of
+from fused_mlp.launching import cdiv, is_interpreted, launch_by_triton, on_device_of
 
-from .fp8_rows import LARGEST, SMALLEST, halves, rounds
+from .fp8_rows import LARGEST, SMALLEST, halves
 
 EXPECTED = tl.constexpr(28.0)  # of x's codes: an eighth of ROW_LARGEST
 LARGE = tl.constexpr(16.0)  # of v's, in the mean
@@ -291,6 +291,6 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
         launch_by_triton(
             _fp8_borders_kernel, (tiles,),
             borders, scales, factors, scales_of, codes, halves_of, strides, counts, widths,
-            len(weights), BLOCK_ROWS, BLOCK_COLUMNS, rounds(_fp8_borders_kernel),
+            len(weights), BLOCK_ROWS, BLOCK_COLUMNS, is_interpreted(_fp8_borders_kernel),
             num_warps=NUM_WARPS,
         )  # fmt: skip

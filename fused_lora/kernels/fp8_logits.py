@@ -27,9 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import cdiv, launch
+from fused_mlp.launching import cdiv, is_interpreted, launch
 
-from .fp8_rows import E4M3, LARGEST, SMALLEST, e4m3, rounds
+from .fp8_rows import E4M3, LARGEST, SMALLEST, e4m3
 
 BLOCK_COLUMNS = 8192
 LEAST_NORMAL = tl.constexpr(2.0**-6)  # of e4m3
@@ -129,7 +129,7 @@ def logit_codes(
             _logit_codes_kernel, (rows,),
             logits, labels, losses, maxima, column_scales, column_scales.max(), codes, scales,
             label_gradient, logits.stride(0), vocabulary, ignore_index, BLOCK_COLUMNS,
-            rounds(_logit_codes_kernel), num_warps=16,
+            is_interpreted(_logit_codes_kernel), num_warps=16,
         )  # fmt: skip
     return codes, scales[:, None], label_gradient
 

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import launch
+from fused_mlp.launching import is_interpreted, launch
 
-from .fp8_rows import new_codes, rounds, store_row
+from .fp8_rows import new_codes, store_row
 from .residual import check_hidden
 from .row_norm import load_weight, norm_row, norm_row_backward
 from .rows import block_of, check_rows
@@ -115,7 +115,7 @@ def norm_codes(
         block, warps = block_of(hidden)
         launch(
             _norm_codes_kernel, (rows,), x, weight, codes, scales, rstd, x.stride(0), padded,
-            hidden, eps, zero_centered, block, rounds(_norm_codes_kernel), num_warps=warps,
+            hidden, eps, zero_centered, block, is_interpreted(_norm_codes_kernel), num_warps=warps,
         )  # fmt: skip
     return codes, scales, rstd
 
@@ -150,6 +150,7 @@ def norm_backward_codes(
             _norm_backward_codes_kernel, (rows,),
             grad_y, grad_residual, x, weight, rstd, column_scales, grad_x, codes, scales,
             grad_y.stride(0), grad_residual.stride(0), x.stride(0), grad_x.stride(0), padded,
-            hidden, zero_centered, block, rounds(_norm_backward_codes_kernel), num_warps=warps,
+            hidden, zero_centered, block, is_interpreted(_norm_backward_codes_kernel),
+            num_warps=warps,
         )  # fmt: skip
     return codes, scales

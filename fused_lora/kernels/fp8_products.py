@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import cdiv, launch, next_power_of_2
+from fused_mlp.launching import cdiv, is_interpreted, launch, next_power_of_2
 
 from .fp8_borders import Halves
-from .fp8_rows import LARGEST, e4m3, rounds, store_halves
+from .fp8_rows import LARGEST, e4m3, store_halves
 
 # A tile of 128 rows reads the factor from L2 rarely enough. A multiprocessor runs two programs. On
 # an H100, for a layer of Qwen2.5-3B at 16,384 and 2,048 rows, the best of seven takes 0.367 and
@@ -171,7 +171,7 @@ def add_coded_border(
     launch(
         _coded_product_kernel, (*tiles, splits),
         codes, factor.codes, partials, rows, columns, columns_of_a_split, width, padded,
-        block_rows, block_k, block_width, rounds(_coded_product_kernel),
+        block_rows, block_k, block_width, is_interpreted(_coded_product_kernel),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     _write_border(codes, columns, scales, partials, factor.scales, factors, z, z_scales, warps)
@@ -198,7 +198,7 @@ def _write_border(
         _coded_border_kernel, (cdiv(rows, BORDER_ROWS),),
         partials, codes, scales, factor_scales, factors, z_scales, z, rows, columns, width, splits,
         padded, BORDER_ROWS, BORDER_COLUMNS, next_power_of_2(width),
-        next_power_of_2(max(padded - columns - 3 * width, 1)), rounds(_coded_border_kernel),
+        next_power_of_2(max(padded - columns - 3 * width, 1)), is_interpreted(_coded_border_kernel),
         num_warps=warps,
     )  # fmt: skip
 

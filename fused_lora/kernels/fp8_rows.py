@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import cdiv, launch
+from fused_mlp.launching import cdiv, is_interpreted, launch
 
 from .rows import ROW_BYTES, block_of, check_rows
 
@@ -189,7 +189,7 @@ def fp8_rows(
     _, warps = block_of(block * at_once)
     launch(
         _fp8_rows_kernel, (cdiv(rows, at_once),), x, column_scales, codes, scales, rows, columns,
-        padded, x.stride(0), at_once, block, block >= columns, rounds(_fp8_rows_kernel),
+        padded, x.stride(0), at_once, block, block >= columns, is_interpreted(_fp8_rows_kernel),
         num_warps=warps,
     )  # fmt: skip
     return codes, scales
@@ -199,11 +199,6 @@ def new_codes(like: Tensor, padded: int) -> tuple[Tensor, Tensor]:
     """Room for codes [rows, padded] and scales [rows, 1] of as many rows as like has."""
     codes = torch.empty(len(like), padded, dtype=E4M3, device=like.device)
     return codes, torch.empty(len(like), 1, dtype=torch.float32, device=like.device)
-
-
-def rounds(kernel) -> bool:
-    """Return whether a kernel has to round by arithmetic: in Triton's interpreter."""
-    return not isinstance(kernel, triton.JITFunction)
 
 
 def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:

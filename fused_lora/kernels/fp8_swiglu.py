@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import cdiv, launch, next_power_of_2
+from fused_mlp.launching import cdiv, is_interpreted, launch, next_power_of_2
 
 from .activation import activate
-from .fp8_rows import LARGEST, ROW_LARGEST, SMALLEST, e4m3, new_codes, rounds, row_codes
+from .fp8_rows import LARGEST, ROW_LARGEST, SMALLEST, e4m3, new_codes, row_codes
 from .rows import rows_and_intermediate
 from .tiling import dots_in_fp32
 
@@ -265,7 +265,7 @@ def swiglu_codes(gate_up: Tensor, padded: int, activation: str) -> tuple[Tensor,
         launch(
             _swiglu_codes_kernel, (rows,), gate_up, codes, scales, intermediate, padded,
             gate_up.stride(0), block, block >= intermediate, activation == "gelu_tanh",
-            dots_in_fp32(_swiglu_codes_kernel, gate_up), rounds(_swiglu_codes_kernel),
+            dots_in_fp32(_swiglu_codes_kernel, gate_up), is_interpreted(_swiglu_codes_kernel),
             num_warps=min(max(block // 1024, 4), 16),
         )  # fmt: skip
     return codes, scales
@@ -300,5 +300,5 @@ def repair_gradient_codes(
         coded.codes, coded.scales, coded.passed, rows, intermediate, coded.codes.stride(0),
         grad_hidden.stride(0), gate_up.stride(0), REPAIRED_ROWS,
         min(next_power_of_2(intermediate), REPAIR_BLOCK), activation == "gelu_tanh",
-        dots_in_fp32(_repair_kernel, gate_up), rounds(_repair_kernel), num_warps=4,
+        dots_in_fp32(_repair_kernel, gate_up), is_interpreted(_repair_kernel), num_warps=4,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.dropout import ROWS_OF_A_WORD
+from fused_mlp.launching import is_interpreted
 
 # Sums for more ranks would not fit into registers: each chunk of this many reads everything anew.
 MAX_BLOCK_RANK = 64
@@ -46,7 +47,7 @@ def dots_in_fp32(kernel, tensor: Tensor) -> bool:
     """Return True if tl.dot should get fp32: where tensor is fp32, and always in Triton's
     interpreter, which takes the bits of bf16 for integers. At most the order of a sum changes: a
     product of two bf16 or fp16 is exact in fp32, and the sums are fp32 either way."""
-    return tensor.dtype == torch.float32 or not isinstance(kernel, triton.JITFunction)
+    return tensor.dtype == torch.float32 or is_interpreted(kernel)
 
 
 @triton.constexpr_function

@@ -15,7 +15,7 @@ from ..kernels.products import Product, SwiGLUProducts
 from ..kernels.sums_over_tokens import sums_over_tokens
 from .buffer import Dropout, WeightGroup, mask_of_one
 from .filling import Adapter
-from .operands import OutputAdapters
+from .operands import AdaptersAfterAttention
 
 
 class AdapterSums:
@@ -96,8 +96,8 @@ class SwiGLUGradients(NamedTuple):
 
 
 def new_swiglu_gradients(
-    gate_up: Tensor, group: WeightGroup, p: Tensor, z: Tensor, adapters: OutputAdapters,
-    needed: OutputAdapters, dropout: Dropout | None,
+    gate_up: Tensor, group: WeightGroup, p: Tensor, z: Tensor, adapters: AdaptersAfterAttention,
+    needed: AdaptersAfterAttention, dropout: Dropout | None,
 ) -> SwiGLUGradients:  # fmt: skip
     """Return new tensors for ``p.t() @ h``, ``s * (dgate.t() @ z)`` and ``s * (dup.t() @ z)``.
 

@@ -199,9 +199,10 @@ class DecoderLayer(torch.autograd.Function):
 
         with without_autocast(x):
             layer = LayerBackward(frozen, saved.dropouts, grads, AdapterSums())
-            grad_attended, grad_residual, from_o_on = layer.from_output(
-                grad_output, len(x), saved.attended.added, saved.mlp, adapters.from_o, need.from_o
-            )
+            grad_attended, grad_residual, after_attention = layer.to_o(
+                grad_output, len(x), saved.attended.added, saved.mlp, adapters.after_attention,
+                need.after_attention,
+            )  # fmt: skip
             grad_qkv = empty_rows(frozen.qkv.A, len(x), frozen.qkv.grad_columns)
             attention_gradient(grad_attended, saved, grad_qkv[:, : frozen.qkv.out])
             del grad_attended
@@ -212,6 +213,6 @@ class DecoderLayer(torch.autograd.Function):
             layer.sums.compute()
         if grad_x is not None:
             grad_x = grad_x.view(saved.hidden.shape)
-        adapter_grads = Adapters(q, k, v, *from_o_on)
+        adapter_grads = Adapters(q, k, v, *after_attention)
         gradients = Trained(adapter_grads, None if needed.others is None else grads)
         return grad_x, None, None, None, *gradients.flat(), None

@@ -21,6 +21,11 @@ class Adapter(NamedTuple):
     B: Any  # of the tensor [out, r]
 
 
+def adapters_of(values: Sequence[Any]) -> tuple[Adapter, ...]:
+    """Name these values: A and B of each adapter."""
+    return tuple(map(Adapter, values[::2], values[1::2]))
+
+
 class Filling:
     """Copies one layer's adapters into its borders, and knows which are there.
 

@@ -9,7 +9,7 @@ from ..kernels.qkv_norm_rope import norm_rope_together
 from ..kernels.qkv_rope import rope_forward, scale_q, split_heads
 from ..kernels.residual import add_normed
 from ..kernels.rows import empty_rows
-from ..rerun import once, takes_away
+from ..rerun import keeps_elsewhere, once
 from .buffer import Dropout
 from .operands import Dropouts, FrozenLayer
 from .residual import Norm, Normed, needed_rows
@@ -57,7 +57,7 @@ def add_attention(
         attended = gate_forward(before_gate, raw, before_gate.shape[1] // frozen.heads, out)
     else:
         attended, saved, attention = attention_forward(qkv, mask, attention, out)
-    added = add_output(x, attended, extended, copy, frozen, dropout)
+    added = add_o(x, attended, extended, copy, frozen, dropout)
     return Attended(added, saved, attention, before_gate)
 
 
@@ -70,10 +70,10 @@ def rows_for_o(
     if frozen.needed_tokens is not None or not o.buffer.accumulates(dropout):
         return None, None
     extended = empty_rows(like, tokens, o.x_columns)
-    return extended, None if takes_away() else extended[:, : o.in_features]
+    return extended, None if keeps_elsewhere() else extended[:, : o.in_features]
 
 
-def add_output(
+def add_o(
     x: Tensor, o_input: Tensor, extended: Tensor | None, copy: Tensor | None,
     frozen: FrozenLayer, dropout: Dropout | None,
 ) -> Added:  # fmt: skip

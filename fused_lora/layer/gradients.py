@@ -14,7 +14,7 @@ from ..kernels.rows import as_rows, empty_rows
 from .adapter_sums import AdapterSums, new_swiglu_gradients
 from .buffer import Incoming, ProductInput
 from .filling import Adapter
-from .operands import Dropouts, FrozenLayer, Others, OutputAdapters
+from .operands import AdaptersAfterAttention, Dropouts, FrozenLayer, Others
 from .residual import addend_gradient, needed_rows, norm_backward, spread_rows
 from .saved import Added, SavedMLP
 
@@ -30,10 +30,10 @@ class LayerBackward(NamedTuple):
     grads: Others
     sums: AdapterSums
 
-    def from_output(
+    def to_o(
         self, grad_output: Tensor, tokens: int, added: Added, mlp: SavedMLP,
-        adapters: OutputAdapters, need: OutputAdapters,
-    ) -> tuple[Tensor, Tensor, OutputAdapters]:  # fmt: skip
+        adapters: AdaptersAfterAttention, need: AdaptersAfterAttention,
+    ) -> tuple[Tensor, Tensor, AdaptersAfterAttention]:  # fmt: skip
         """Return the gradients of what o reads, of the residual, [tokens, ...] each, and of the
         adapters from o on. Names are those of `decoder_layer.py`."""
         frozen, dropouts, grads, sums = self
@@ -101,7 +101,7 @@ class LayerBackward(NamedTuple):
         if needed is not None:
             sums.compute()  # these run over the needed tokens, the later ones over all
             da, dt = spread_rows(da, needed, tokens), spread_rows(dt, needed, tokens)
-        return da, dt, OutputAdapters(
+        return da, dt, AdaptersAfterAttention(
             Adapter(o_A, o_B), Adapter(gate_A, with_swiglu.gate_B),
             Adapter(up_A, with_swiglu.up_B), Adapter(with_swiglu.down_A, down_B),
         )  # fmt: skip

@@ -15,6 +15,11 @@ from ..causal_conv import causal_conv_backward, causal_conv_forward
 from ..gated_norm import gated_rms_norm_backward, gated_rms_norm_forward
 
 
+def decay_of(A_log: Tensor, a: Tensor, dt_bias: Tensor) -> Tensor:
+    """Return the logarithm of a gated delta net's decay, in fp32."""
+    return -A_log.float().exp() * F.softplus(a.float() + dt_bias)
+
+
 class DeltaNetEnds(NamedTuple):
     """The ends of a gated delta net, with its frozen tensors. From the projections' [q | k | v], z,
     b and a they compute
@@ -39,8 +44,7 @@ class DeltaNetEnds(NamedTuple):
     def enter(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mixed, z, b, a = parts
         q, k, v = causal_conv_forward(mixed, self.conv_weight, self.conv_bias, self.sizes)
-        decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        return q, k, v, b.sigmoid(), decay, z
+        return q, k, v, b.sigmoid(), decay_of(self.A_log, a, self.dt_bias), z
 
     def enter_backward(
         self, grads: Sequence[Tensor], parts: Sequence[Tensor], grad_parts: Sequence[Tensor]

@@ -21,6 +21,7 @@ its gradients in one pass.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,14 +32,14 @@ from fused_mlp.utils import refuse_second_derivative, without_autocast
 from ..kernels.rows import as_rows, empty_rows
 from .adapter_sums import AdapterSums
 from .buffer import ProductInput
-from .filling import Adapter
-from .forward import add_mlp, add_output, rows_for_o
+from .filling import Adapter, adapters_of
+from .forward import add_mlp, add_o, rows_for_o
 from .gradients import LayerBackward
 from .operands import (
+    AdaptersAfterAttention,
     Dropouts,
     FrozenLayer,
     Others,
-    OutputAdapters,
     check_adapters,
     check_layer_input,
     draw_dropouts,
@@ -100,7 +101,7 @@ class SavedAfter(NamedTuple):
     mlp: SavedMLP
     ends: MixerEnds
     frozen: FrozenLayer
-    adapters: OutputAdapters
+    adapters: AdaptersAfterAttention
     dropouts: Dropouts
 
 
@@ -126,13 +127,13 @@ class BeforeMixer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, mask, *operands):
         *row, ends, frozen = operands
-        adapters, group = _pairs(row), frozen.qkv
+        adapters, group = adapters_of(row), frozen.qkv
         check_layer_input(BEFORE, hidden, group)
         check_adapters(BEFORE, "in_proj", adapters, group)
         frozen.filling.fill((group,), adapters)
         if mask is not None:
             mask = mask.reshape(-1, 1).to(hidden.dtype)
-        x = _unhidden_rows(hidden, mask)
+        x = _masked_rows(hidden, mask)
         dropouts = draw_dropouts(frozen, len(x), frozen.groups[:1])
         projected, n, rstd = group.buffer.project_norm(
             x, frozen.norm_before_attention, group.base_bias, dropouts.qkv, None
@@ -156,16 +157,16 @@ class BeforeMixer(torch.autograd.Function):
             grad = empty_rows(group.A, len(saved.projected), group.grad_columns)
             parts, grad_parts = (_parts(frozen, one, hidden) for one in (saved.projected, grad))
             saved.ends.enter_backward(grads, parts, grad_parts)
-            x = _unhidden_rows(hidden, saved.mask)
+            x = _masked_rows(hidden, saved.mask)
             layer = LayerBackward(frozen, saved.dropouts, NO_OTHERS, AdapterSums())
             grad_x, adapters = layer.to_input(
                 grad, as_rows(grad_residual), x, saved.n, saved.rstd, saved.adapters,
-                _pairs(needed), need_hidden, saved.mask,
+                adapters_of(needed), need_hidden, saved.mask,
             )  # fmt: skip
             layer.sums.compute()
         if grad_x is not None:
             grad_x = grad_x.view(hidden.shape)
-        return grad_x, None, *(one for pair in adapters for one in pair), None, None
+        return grad_x, None, *chain.from_iterable(adapters), None, None
 
 
 class AfterMixer(torch.autograd.Function):
@@ -190,7 +191,7 @@ class AfterMixer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, found, gate, hidden, *operands):
         *row, ends, frozen = operands
-        o, adapters, x = frozen.o, OutputAdapters(*_pairs(row)), as_rows(hidden)
+        o, adapters, x = frozen.o, AdaptersAfterAttention(*adapters_of(row)), as_rows(hidden)
         check_adapters(AFTER, "out_proj", (adapters.o,), o)
         check_adapters(AFTER, "gate_up", (adapters.gate, adapters.up), frozen.gate_up)
         check_adapters(AFTER, "down", (adapters.down,), frozen.down)
@@ -203,7 +204,7 @@ class AfterMixer(torch.autograd.Function):
             if y is None:
                 y = found.new_empty(len(x), o.in_features)
             kept = ends.leave(found, gate, y)
-            return add_output(x, y, extended, copy, frozen, dropouts.o), kept
+            return add_o(x, y, extended, copy, frozen, dropouts.o), kept
 
         added, kept = once_as_record(add)
         output, mlp = add_mlp(hidden, added.total, frozen, dropouts)
@@ -217,19 +218,18 @@ class AfterMixer(torch.autograd.Function):
         saved: SavedAfter = restore(ctx)
         _, _, _, *needed, _, _ = ctx.needs_input_grad
         frozen, found, gate = saved.frozen, saved.found, saved.gate
-        need = OutputAdapters(*_pairs(needed))
+        need = AdaptersAfterAttention(*adapters_of(needed))
         frozen.filling.refill(frozen.groups[1:], saved.adapters)
         batch, positions = gate.shape[:2]
         with without_autocast(found):
             layer = LayerBackward(frozen, saved.dropouts, NO_OTHERS, AdapterSums())
-            grad_y, grad_residual, adapters = layer.from_output(
+            grad_y, grad_residual, adapters = layer.to_o(
                 grad_output, batch * positions, saved.added, saved.mlp, saved.adapters, need
             )
             layer.sums.compute()
             grad_found, grad_gate = saved.ends.leave_backward(grad_y, found, gate, saved.kept)
         grad_residual = grad_residual.unflatten(0, gate.shape[:2])
-        gradients = (one for pair in adapters for one in pair)
-        return grad_found, grad_gate, grad_residual, *gradients, None, None
+        return grad_found, grad_gate, grad_residual, *chain.from_iterable(adapters), None, None
 
 
 def _parts(frozen: FrozenLayer, rows: Tensor, hidden: Tensor) -> list[Tensor]:
@@ -237,12 +237,7 @@ def _parts(frozen: FrozenLayer, rows: Tensor, hidden: Tensor) -> list[Tensor]:
     return [one.unflatten(0, hidden.shape[:2]) for one in frozen.qkv.by_projection(rows)]
 
 
-def _unhidden_rows(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Return what is normed, [T, hidden]: hidden, and 0 where mask is."""
+def _masked_rows(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """Return hidden as [T, hidden], and 0 where mask is."""
     rows = as_rows(hidden)
     return rows if mask is None else rows * mask
-
-
-def _pairs(values: list) -> tuple[Adapter, ...]:
-    """Name these values: A and B of each adapter."""
-    return tuple(map(Adapter, values[::2], values[1::2]))

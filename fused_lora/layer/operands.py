@@ -16,7 +16,7 @@ from fused_mlp.utils import compute_dtype
 
 from ..kernels.head_norms import HeadNorms
 from .buffer import Dropout, WeightGroup
-from .filling import Adapter, Filling
+from .filling import Adapter, Filling, adapters_of
 from .residual import Norm
 
 NAME = "DecoderLayer"
@@ -38,11 +38,11 @@ class Adapters(NamedTuple):
         return self.q, self.k, self.v
 
     @property
-    def from_o(self) -> "OutputAdapters":
-        return OutputAdapters(self.o, self.gate, self.up, self.down)
+    def after_attention(self) -> "AdaptersAfterAttention":
+        return AdaptersAfterAttention(self.o, self.gate, self.up, self.down)
 
 
-class OutputAdapters(NamedTuple):
+class AdaptersAfterAttention(NamedTuple):
     """The adapters from o on."""
 
     o: Adapter
@@ -101,8 +101,7 @@ class Trained(NamedTuple):
                 f"{NAME}: {len(others)} biases and norms given, should be none, or each of "
                 f"{', '.join(Others._fields)}, None for one that is not there"
             )
-        pairs = zip(adapters[::2], adapters[1::2], strict=True)
-        return cls(Adapters(*map(Adapter._make, pairs)), Others(*others) if others else None)
+        return cls(Adapters(*adapters_of(adapters)), Others(*others) if others else None)
 
     def flat(self) -> Iterator:
         """Return the values as `from_flat` takes them."""

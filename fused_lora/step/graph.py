@@ -212,7 +212,7 @@ class GraphedStep(Joinable):
         adds = any(parameter.grad is not None for parameter in self._trained)
         accumulated = adds or not update or self._held.ranks > 1
         key = update, accumulated, self.model.training, form_of(inputs)
-        graph = self._graphs.get(key) or self._new_graph(key, inputs, update)
+        graph = self._graphs.get(key) or self._new_graph(key, inputs)
         if graph.captured is None:
             check_optimizer(self.optimizer, self._trained, update)
         graph.labels.check(inputs, graph.inputs)
@@ -274,7 +274,7 @@ class GraphedStep(Joinable):
         for refresh in self.after_update:
             refresh()
 
-    def _new_graph(self, key: Hashable, inputs: dict[str, Any], update: bool) -> _Graph:
+    def _new_graph(self, key: Hashable, inputs: dict[str, Any]) -> _Graph:
         if len(self._graphs) >= self.max_graphs:
             given = ", ".join(f"{k} {list(getattr(v, 'shape', [v]))}" for k, v in inputs.items())
             raise ValueError(

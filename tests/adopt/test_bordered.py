@@ -8,14 +8,14 @@ import pytest
 import torch
 from cases.fp8_case import CONFIG, FP8
 from cases.fused_case import batch
-from cases.layer_case import LAYER, layer_of, pair, peft_model
+from cases.layer_case import LAYER, layer_of, operands_of, pair, peft_model
 from cases.peft_models import assert_equal, base_model, logits
 from peft import PeftModel
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_lora import fuse, unfuse
 from fused_lora.adopt import borders as module
-from fused_lora.adopt.layer import borders_of, read_layer
+from fused_lora.adopt.layer import borders_of
 from fused_lora.adopt.layer_reading import grouped_projections
 from fused_lora.layer.filling import Adapter
 from fused_lora.layer.operands import Trained
@@ -25,7 +25,7 @@ BF16 = {"dtype": torch.bfloat16}
 
 def groups_of(layer):
     """The layer's four buffers, as its next forward has them, and the adapters that go there."""
-    *row, frozen = read_layer(layer)
+    *row, frozen = operands_of(layer)
     return frozen.groups, Trained.from_flat(row).adapters
 
 

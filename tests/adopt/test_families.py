@@ -10,12 +10,12 @@ import torch
 from cases.families_case import FAMILIES, UNKNOWN, WINDOW
 from cases.fused_case import ALL, assert_close, assert_same, values_of
 from cases.fused_case import step as step_of
+from cases.layer_case import operands_of
 from cases.peft_models import ids
 from cases.reference import BUDGET, random, relative_error
 
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora.adopt.attend import mask_for_attention, window_of
-from fused_lora.adopt.layer import read_layer
 from fused_lora.kernels.documents import documents_of
 from fused_lora.layer.decoder_layer import DecoderLayer
 
@@ -157,7 +157,7 @@ def test_a_layer_scales_q_alone_where_q_proj_gives_gates_as_well(device):
     """No family does both yet. To scale q is to scale the scores."""
     model = FAMILIES["Qwen3.5"].peft_model(device).train()
     fuse(model, LAYER)
-    *trained, frozen = read_layer(model.get_submodule("base_model.model.model.layers.1"))
+    *trained, frozen = operands_of(model.get_submodule("base_model.model.model.layers.1"))
     hidden = random(1, 6, 32, device=device).requires_grad_()
 
     def run(**changes):

@@ -113,7 +113,6 @@ def test_fusing_is_reported_and_fusing_again_changes_nothing_and_unfuse_restores
                 ({"checkpoint_gib": 3.0}, "is for selective, not for checkpoint=''$"),
                 ({"fp8": True, "mlp": True}, "fp8=True needs whole layers: ask for layer=True "),
                 ({"fp8_lm_head": True}, "ask for cross_entropy=True as well"),
-                ({"bordered": True}, "^Fusion: bordered=True .* ask for layer=True instead$"),
             )
         ),
     ],
@@ -121,7 +120,6 @@ def test_fusing_is_reported_and_fusing_again_changes_nothing_and_unfuse_restores
 def test_what_fuse_cannot_take_is_a_value_error(call, message, device):
     with pytest.raises(ValueError, match=message):
         call(peft_model(device))
-    assert Fusion(bordered=False) == Fusion()
 
 
 @pytest.mark.parametrize("shape", [(0, SHORT), (2, 0)])

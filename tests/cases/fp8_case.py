@@ -12,7 +12,6 @@ from peft import LoraConfig
 
 from fused_lora import Fusion, fuse
 from fused_lora.adopt.fp8.weight import Fp8Weight
-from fused_lora.adopt.layer import read_layer
 from fused_lora.kernels.fp8_rows import E4M3
 from fused_lora.layer.buffer import Buffer, ProductInput
 from fused_lora.layer.decoder_layer import DecoderLayer
@@ -184,7 +183,7 @@ def assert_layer_is(model, oracle, device):
     """
     most = 1e-3 if device == "cpu" else 2e-3
     layer = layer_case.layer_of(model)
-    *adapters, frozen = read_layer(layer)
+    *adapters, frozen = layer_case.operands_of(layer)
     adapters = [t.detach().requires_grad_() for t in adapters]
     exact = {
         name: getattr(frozen, name)._replace(buffer=oracle(getattr(frozen, name)))

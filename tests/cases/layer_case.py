@@ -8,8 +8,8 @@ from cases.peft_models import LAYERS, adapt, base_model
 from cases.reference import assert_within_budget, random
 
 from fused_lora import Fusion, fuse
+from fused_lora.adopt import layer as adopted
 from fused_lora.adopt.known import inner_norm
-from fused_lora.adopt.layer import read_layer
 from fused_lora.layer.decoder_layer import DecoderLayer
 
 LAYER = Fusion(layer=True)
@@ -52,6 +52,12 @@ def pair(device, fusion=LAYER, **options):
     plain = peft_model(device, **options)
     fused = copy.deepcopy(plain)
     return fused, plain, fuse(fused, fusion)
+
+
+def operands_of(layer):
+    """DecoderLayer's operands after the mask, read from this fused layer as it is now. Moves
+    weights that lie elsewhere into new buffers."""
+    return adopted._operands(layer, adopted._read(layer))
 
 
 def operands_of_calls(monkeypatch):
@@ -127,7 +133,7 @@ def operands(device, shape=(2, 9), **options):
     cos, sin = (
         random(1, shape[1], 26, seed=seed, dtype=hidden.dtype, device=device) for seed in (7, 8)
     )
-    *adapters, frozen = read_layer(layer_of(fused))
+    *adapters, frozen = operands_of(layer_of(fused))
     return fused, [hidden.requires_grad_(), cos, sin, None, *adapters, frozen], grad
 
 

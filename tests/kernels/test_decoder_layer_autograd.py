@@ -4,16 +4,10 @@ stored in other ways."""
 import pytest
 import torch
 from cases.counting import saved_for_backward, saved_tensors
-from cases.layer_case import (
-    BF16,
-    layer_of,
-    leaves,
-    operands,
-)
+from cases.layer_case import BF16, layer_of, leaves, operands, operands_of
 from cases.reference import relative_error
 from cases.refusal import assert_refused, narrow, trained
 
-from fused_lora.adopt.layer import read_layer
 from fused_lora.kernels.rows import Handover
 from fused_lora.layer import residual
 from fused_lora.layer.buffer import Buffer
@@ -120,7 +114,7 @@ BETWEEN = {
 def test_rows_are_taken_over_only_where_they_are_the_gradient(between, taken, device):
     """Run two layers in a row, and compare with autograd's result with a copy between them."""
     model, inputs, grad = operands(device, FEW)
-    *adapters, frozen = read_layer(layer_of(model, 1))
+    *adapters, frozen = operands_of(layer_of(model, 1))
     differentiated = [*leaves(inputs), *adapters]
     function, is_taken = BETWEEN[between]
 

@@ -8,12 +8,20 @@ stand a few operations on the same tensors. `test_delta_net.py` has the recurren
 import pytest
 import torch
 from cases.four_bit_case import dequantised, quantised
-from cases.layer_case import BF16, DTYPES, assert_layer_right, layer_of, pair, run, tokens
+from cases.layer_case import (
+    BF16,
+    DTYPES,
+    assert_layer_right,
+    layer_of,
+    operands_of,
+    pair,
+    run,
+    tokens,
+)
 from contract import LAYOUTS
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from fused_lora.adopt.foreign.delta_rule import NAME
-from fused_lora.adopt.layer import read_layer
 from fused_lora.layer.operands import draw_dropouts
 from fused_mlp.dropout import draw_seed
 
@@ -139,7 +147,7 @@ def test_the_input_is_saved_once_and_masks_by_the_function_that_uses_them_alone(
         return tensor
 
     torch.manual_seed(0)
-    frozen = read_layer(layer_of(fused))[-1]._replace(seed=draw_seed(torch.device(device)))
+    frozen = operands_of(layer_of(fused))[-1]._replace(seed=draw_seed(torch.device(device)))
     whole = draw_dropouts(frozen, 10)
     torch.manual_seed(0)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

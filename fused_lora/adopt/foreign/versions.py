@@ -20,6 +20,7 @@ CACHE = "past_key_values"
 IS_NAMED_CACHE = "cache" in inspect.signature(masking_utils.create_causal_mask).parameters
 STATES = "cache" if IS_NAMED_CACHE else "cache_params"  # most mixers' name for the cache
 RULE_REPEATS_HEADS = not IS_NAMED_CACHE
+CONVOLUTION = "causal_conv1d_fn"  # the function in which mixers convolve
 CHECKPOINTED_BY_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 LAYERS_FILE = inspect.getfile(GradientCheckpointingLayer)
 NO_CACHE = {"use_cache": False, CACHE: None}  # a recompute would fill it twice
