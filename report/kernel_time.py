@@ -30,7 +30,7 @@ from report.wording import (
 from variants import BASELINE, BF16, title_of
 
 KINDS = {  # of kernels, in words
-    "matmul": "matrix products",
+    "matmul": "matmuls",
     "attention": "attention",
     "dequantising": "dequantising",
     "adapter": "LoRA scale and add",

@@ -135,9 +135,9 @@ def _peers(suite: Run, checkpoints: bool) -> str:
         peak = number(rows[-1].peak_gib, 1) if rows[-1] else ""
         lines.append([name, *map(_time, rows), peak])
     floors = [suite.floor.get(n) for n in lengths]
-    floor = ["floor: the frozen products, attention and lm_head alone"]
+    floor = ["floor: the frozen matmuls, attention and lm_head alone"]
     floor += [number(one.floor_ms, 1) if one else "" for one in floors]
-    both = ["the same and the layers' forward again, without their last product"]
+    both = ["the same and the layers' forward again, without their last matmul"]
     both += [number(one.floor_ms + one.recomputation_ms, 1) if one and one.recomputation_ms else ""
              for one in floors]  # fmt: skip
     lines += [[*line, ""] for line in (floor, both)[: 1 + checkpoints] if any(line[1:])]

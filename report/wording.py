@@ -57,7 +57,7 @@ def on_base(run: Run) -> str:
 
 def floor_words(run: Run) -> str:
     """Say which operations the floor has."""
-    first = "frozen products" if run.experiment.base == BF16 else "dequantising, frozen products"
+    first = "frozen matmuls" if run.experiment.base == BF16 else "dequantising, frozen matmuls"
     return f"Floor: {first}, attention and lm_head alone."
 
 

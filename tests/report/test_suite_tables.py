@@ -17,8 +17,8 @@ PARTS = ("attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
 BLOCKS = dict(
     zip((True, False), suite_tables.peers_section(SUITE).split("\n\nWithout"), strict=True)
 )
-FLOOR = "floor: the frozen products, attention and lm_head alone"
-AGAIN = "the same and the layers' forward again, without their last product"
+FLOOR = "floor: the frozen matmuls, attention and lm_head alone"
+AGAIN = "the same and the layers' forward again, without their last matmul"
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
