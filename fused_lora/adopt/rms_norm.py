@@ -13,7 +13,7 @@ from fused_mlp.launching import DTYPES
 from ..gated_norm import gated_rms_norm
 from ..rms_norm import add_rms_norm, rms_norm
 from .aside import step_aside
-from .foreign.versions import as_mixers, as_named, by_name
+from .foreign.versions import as_mixers, as_named, by_name, name_of_cache
 from .known import inner_norm, known_form, layer_form, why_not_class
 from .projection import CAST, why_call, why_not_plain
 from .refusal import Refusal, attempt, refuse
@@ -124,12 +124,21 @@ def normed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def read_normed_layer(layer: Any, dtype: torch.dtype | None = None) -> Any:
     """Return the second norm of a layer, which can add the residual itself. dtype: the input's, if
     there is a call."""
-    refuse(why_not_class(layer, "NormedLayer") or why_mixed(layer))
+    refuse(why_not_class(layer, "NormedLayer") or why_mixed(layer) or _why_wrapped(layer))
     norm = active_norm(getattr(layer, known_form(layer, "NormedLayer").before_mlp))
     refuse(why_not_within(norm))
     if dtype not in (None, norm.weight.dtype):
         raise Refusal(f"its input is {dtype} and its norm's weight {norm.weight.dtype}")
     return norm
+
+
+def _why_wrapped(layer: Any) -> str | None:
+    """Return the reason if something around a layer's mixer hides the inputs that it takes."""
+    name = layer_form(layer).mixer
+    mixer = layer._modules.get(name)
+    if mixer is None or name_of_cache(mixer) is not None:
+        return None
+    return f"{name}: it is wrapped in {type(mixer).__name__}"
 
 
 def why_mixed(layer: Any) -> str | None:

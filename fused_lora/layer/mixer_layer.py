@@ -110,12 +110,12 @@ class BeforeMixer(torch.autograd.Function):
 
     Equivalent PyTorch, for the four in-projections of a gated delta net::
 
-        n = norm_before_attention(hidden * mask[..., None])  # without a mask, of hidden as it is
+        n = norm_before_attention(hidden * (mask != 0)[..., None])  # without a mask, of hidden
         return *ends.enter((in_proj_qkv(n), in_proj_z(n), in_proj_b(n), in_proj_a(n))), hidden
 
     Args:
         hidden: as for DecoderLayer.
-        mask: [batch, positions], 0 for padding, or None.
+        mask: [batch, positions], 0 for padding and anything else for tokens, or None.
         adapters: A and B of each in-projection, as for DecoderLayer.
         frozen: as for DecoderLayer, with the in-projections as qkv and out_proj as o.
 
@@ -132,7 +132,7 @@ class BeforeMixer(torch.autograd.Function):
         check_adapters(BEFORE, "in_proj", adapters, group)
         frozen.filling.fill((group,), adapters)
         if mask is not None:
-            mask = mask.reshape(-1, 1).to(hidden.dtype)
+            mask = mask.reshape(-1, 1) != 0
         x = _masked_rows(hidden, mask)
         dropouts = draw_dropouts(frozen, len(x), frozen.groups[:1])
         projected, n, rstd = group.buffer.project_norm(

@@ -206,6 +206,15 @@ def test_padding_does_not_reach_the_mixer(checkpoint, family, device):
     got, want = (step(model, attention_mask=mask) for model in (fused, plain))
     assert_close(got, want, 2e-4)
     assert relative_error(want["loss"], step(plain)["loss"]) > 1e-3
+    assert_close(step(fused, attention_mask=2 * mask), got, 1e-6)  # as a mask of booleans
+
+
+@pytest.mark.parametrize(("family", "mixer"), [("Qwen3.5", "linear_attn"), ("LFM2", "conv")])
+def test_a_mixer_that_is_trained_whole_leaves_its_layer_to_the_class(family, mixer, device):
+    lora = {"modules_to_save": [mixer], "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    fused, plain, done = pair(device, fusion=WHOLE, family=family, **lora)
+    assert f"{mixer}: it is trained whole" in done.left[LAYER]
+    assert_close(step(fused), step(plain), 2e-4)
 
 
 def test_a_call_with_a_cache_runs_unfused_and_says_so(device):

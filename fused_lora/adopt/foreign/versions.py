@@ -57,8 +57,16 @@ def as_mixers(mixer: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         name: one for name, one in options.items()
         if name not in left_out and (takes_any or name in takes)
     }  # fmt: skip
-    name = next(one for one in (STATES, CACHE) if one in takes)
+    name = name_of_cache(mixer)
+    assert name is not None
     return {name: options.get(CACHE), **others}
+
+
+def name_of_cache(mixer: nn.Module) -> str | None:
+    """Return the name of the cache among a mixer's inputs. None: a wrapper's forward, which names
+    none."""
+    takes = _signature_of(type(mixer).forward).parameters
+    return next((one for one in (STATES, CACHE) if one in takes), None)
 
 
 _signature_of = cache(inspect.signature)
