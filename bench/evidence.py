@@ -60,7 +60,7 @@ EVIDENCE = {  # by fused part, and for a library as a whole
     "fp8_lm_head": Evidence({}, ("_logit_codes_kernel",)),
     "checkpoint": Evidence({}),
     "unsloth": Evidence(
-        # Unsloth 2026.10.9 turns q and k of Qwen3 in the kernel that norms them
+        # Unsloth 2026.10.9 rotates q and k of Qwen3 in the kernel that norms them
         {}, ("_rms_layernorm_forward", "_rope_embedding|_qk_norm_rope_forward"),
         lora_mlp_kernels=("_fg_kernel",),
     ),

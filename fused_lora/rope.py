@@ -32,7 +32,7 @@ from torch import Tensor
 from fused_mlp.launching import DTYPES, check_runnable, launch, next_power_of_2
 from fused_mlp.utils import refuse_second_derivative
 
-from .kernels.qkv_rope import block_of_rest, turned_features
+from .kernels.qkv_rope import block_of_rest, rotated_features
 from .kernels.rotation import load_angles, rotate_heads
 
 
@@ -96,7 +96,7 @@ def rope(
 
         (q * cos.unsqueeze(1) + rotate_half(q) * sin.unsqueeze(1)).to(q.dtype)
 
-    If cos is narrower than a head, only that many of its first features turn.
+    If cos is narrower than a head, only that many of its first features are rotated.
 
     Args:
         q: [batch, heads, seq, head_dim], bf16, fp16 or fp32, head_dim even. Any strides: it is
@@ -104,7 +104,7 @@ def rope(
         k: [batch, kv_heads, seq, head_dim], likewise, in q's dtype. It may have no heads.
         cos, sin: [batch or 1, seq, head_dim or less], each in bf16, fp16 or fp32. They are copied
             if not contiguous, and get no gradient.
-        interleaved: pair neighbours (2 i, 2 i + 1), as GLM-4 does. They turn by the i-th angle.
+        interleaved: pair neighbours (2 i, 2 i + 1), as GLM-4 does. The i-th angle rotates them.
 
     Returns:
         (q_rotated, k_rotated), new tensors with the shapes and dtype of q and k, computed in fp32.
@@ -151,9 +151,9 @@ def rotate(
         return q_rotated, k_rotated  # an empty grid cannot be launched
     q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
-    turned = turned_features(cos, head_dim)
+    rotated = rotated_features(cos, head_dim)
     block_q_heads, block_k_heads, block_half, block_dim = (
-        next_power_of_2(max(size, 1)) for size in (q.shape[1], k.shape[1], turned // 2, head_dim)
+        next_power_of_2(max(size, 1)) for size in (q.shape[1], k.shape[1], rotated // 2, head_dim)
     )
     launch(
         _rope_kernel, (batch * positions,),
@@ -161,8 +161,8 @@ def rotate(
         positions,
         *q.stride()[:3], *k.stride()[:3],
         0 if cos.shape[0] == 1 else cos.stride(0),
-        backward, q.shape[1], k.shape[1], turned // 2, head_dim, interleaved,
-        block_q_heads, block_k_heads, block_half, block_of_rest(turned, head_dim),
+        backward, q.shape[1], k.shape[1], rotated // 2, head_dim, interleaved,
+        block_q_heads, block_k_heads, block_half, block_of_rest(rotated, head_dim),
         # 8 bf16 values, one 16-byte load, per thread and half of q
         num_warps=min(max(block_q_heads * block_dim // 512, 1), 16),
     )  # fmt: skip
@@ -196,14 +196,14 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             "dtype and device"
         )
     for name, angle in (("cos", cos), ("sin", sin)):
-        turned = angle.shape[-1]
-        if angle.shape[:-1] not in ((1, positions), (batch, positions)) or turned > head_dim:
+        rotated = angle.shape[-1]
+        if angle.shape[:-1] not in ((1, positions), (batch, positions)) or rotated > head_dim:
             raise ValueError(
                 f"rope: {name} is {list(angle.shape)}, should be [1 or {batch}, {positions}, "
-                f"{head_dim}], or less than {head_dim} to turn a part of each head"
+                f"{head_dim}], or less than {head_dim} to rotate a part of each head"
             )
-        if turned % 2 or turned == 0:
-            raise ValueError(f"rope: {name} has {turned} angles, should have 2 of each pair")
+        if rotated % 2 or rotated == 0:
+            raise ValueError(f"rope: {name} has {rotated} angles, should have 2 of each pair")
         if angle.shape != cos.shape:
             raise ValueError(f"rope: sin is {list(sin.shape)} and cos {list(cos.shape)}")
         if angle.dtype not in DTYPES or angle.device != q.device:

@@ -18,11 +18,11 @@ from .known import known_form
 from .projection import CAST
 
 
-def turns(attention: nn.Module) -> bool:
+def rotates(attention: nn.Module) -> bool:
     form = known_form(attention, "Attention")
-    if form is None or not form.turns:
+    if form is None or not form.rotates:
         return True
-    return attrgetter(form.turns)(attention) in (True, "rope")
+    return attrgetter(form.rotates)(attention) in (True, "rope")
 
 
 def dropout_of(attention: nn.Module) -> float:
@@ -30,7 +30,7 @@ def dropout_of(attention: nn.Module) -> float:
     return getattr(attention, "attention_dropout", 0.0)
 
 
-def why_not_turned(dtype: torch.dtype | None) -> str | None:
+def why_not_rotated(dtype: torch.dtype | None) -> str | None:
     # Refuse no other dtype: that of a quantised weight's storage says nothing.
     return f"its weights are {dtype}: {CAST}" if dtype is torch.float64 else None
 
@@ -70,7 +70,7 @@ def mask_for_attention(attention: Any, mask: Any, dtype: torch.dtype) -> Any:
 
 
 def full_angles(attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin for both halves of what turns, as our kernels take them."""
+    """Return cos and sin for both halves of what is rotated, as our kernels take them."""
     if not known_form(attention, "Attention").shares_angles:
         return cos, sin
     return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
@@ -108,8 +108,8 @@ def attend(
         k = k_norm(k) if form.norms == "heads" else k
         v = attention.v_norm(v) if "v_norm" in attention._modules else v
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if turns(attention):
-        q, k = _turned(attention, parts, q, k, *position_embeddings)
+    if rotates(attention):
+        q, k = _rotated(attention, parts, q, k, *position_embeddings)
     if k is None:
         k, v = (one.to(q.device) for one in shared[attention.layer_type])
         past_key_values = None  # it has them already
@@ -143,22 +143,22 @@ def attend(
     return getattr(attention, form.output)(attended), weights
 
 
-def _turned(
+def _rotated(
     attention: Any, parts: frozenset[str], q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q, and k if it is there, fused if asked for and possible."""
     form = known_form(attention, "Attention")
-    reason = why_not_turned(q.dtype) if "rope" in parts else None
+    reason = why_not_rotated(q.dtype) if "rope" in parts else None
     if "rope" in parts and reason is None:
         cos, sin = full_angles(attention, cos, sin)
-        turned = rope(q, q[:, :0] if k is None else k, cos, sin, form.interleaved)
-        return turned if k is not None else (turned[0], None)
+        rotated = rope(q, q[:, :0] if k is None else k, cos, sin, form.interleaved)
+        return rotated if k is not None else (rotated[0], None)
     if reason is not None:
         say_once(attention, reason)
-    turn = _module_function(attention, "apply_rotary_pos_emb")
+    rotate = _module_function(attention, "apply_rotary_pos_emb")
     if not form.shares_kv:
-        return turn(q, k, cos, sin)
-    return turn(q, cos, sin), None if k is None else turn(k, cos, sin)
+        return rotate(q, k, cos, sin)
+    return rotate(q, cos, sin), None if k is None else rotate(k, cos, sin)
 
 
 def q_scale_of(attention: Any, options: dict) -> Tensor | None:

@@ -22,8 +22,8 @@ from .attend import (
     has_sinks,
     mask_for_attention,
     q_scale_of,
-    turns,
-    why_not_turned,
+    rotates,
+    why_not_rotated,
 )
 from .foreign.forwards import fused_parts_of
 from .foreign.originals import is_builtin, why_replaced
@@ -134,17 +134,17 @@ def projections_of_qkv(attention: nn.Module) -> set[str]:
     return attention._modules.keys() & {"q_proj", "k_proj", "v_proj", "qkv_proj"}
 
 
-def turning_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def rotating_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the attentions that rotate q and k. Unknown classes are included."""
     for name, module in qkv_attentions(model):
-        if turns(module):
+        if rotates(module):
             yield name, module
 
 
-def read_turning(attention: Any) -> None:
+def read_rotating(attention: Any) -> None:
     """Raise a Refusal if our kernel cannot rotate the q and k of an attention."""
     refuse(why_not_class(attention, "Attention"))
-    refuse(why_not_turned(getattr(getattr(output_of(attention), "weight", None), "dtype", None)))
+    refuse(why_not_rotated(getattr(getattr(output_of(attention), "weight", None), "dtype", None)))
 
 
 def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -188,8 +188,10 @@ def self_attention_forward(
             attention_mask=mask, past_key_values=past_key_values, **options,
         )  # fmt: skip
     reads = _read_fused(attention, hidden_states) if "attention" in parts else NONE
-    if reads.are_all and ("rope" in parts or not turns(attention)):
-        angles = full_angles(attention, *position_embeddings) if turns(attention) else (None, None)
+    if reads.are_all and ("rope" in parts or not rotates(attention)):
+        angles: Any = (None, None)
+        if rotates(attention):
+            angles = full_angles(attention, *position_embeddings)
         call = attention_mask, past_key_values, options
         o = _read_rest(attention, hidden_states, *call)
         if o is not None:

@@ -24,7 +24,7 @@ from ..kernels.documents import documents_of
 from ..label_check import IGNORED
 from ..step import padding_seen
 from ..step.graphed_module import is_graphed
-from .attend import has_sinks, turns, window_of
+from .attend import has_sinks, rotates, window_of
 from .attention import output_of, read_qkv, why_not_as_one, why_not_sdpa
 from .foreign.forwards import fused_parts_of
 from .foreign.hooks import has_hooks
@@ -149,7 +149,7 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
     attention = getattr(layer, "self_attn", None)
     if attention is None:
         return False
-    wanted = {"attention", "rope"} if turns(attention) else {"attention"}
+    wanted = {"attention", "rope"} if rotates(attention) else {"attention"}
     borders = borders_of(layer)
     is_fused = borders is not None or wanted <= fused_parts_of(attention)
     if not is_fused or why_not_sdpa(attention) or not fits_heads(dtype, attention.head_dim):
@@ -224,7 +224,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs, labels
     if not len(places) or not is_padded or not is_exact or is_graphed(decoder):
         return inputs, labels
-    if _padding_turns(decoder.config, mask.shape[1], position_ids):
+    if _padding_changes_angles(decoder.config, mask.shape[1], position_ids):
         return inputs, labels
 
     if "inputs_embeds" not in tokens and why_call(decoder.embed_tokens):
@@ -247,7 +247,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     return inputs | found, picked(labels)
 
 
-def _padding_turns(config: Any, length: int, position_ids: Tensor | None) -> bool:
+def _padding_changes_angles(config: Any, length: int, position_ids: Tensor | None) -> bool:
     """Return True if RoPE's angles depend on the longest row, and padding may make it too long."""
     found = getattr(config, "rope_parameters", None) or {}
     # each kind of layer may have its own

@@ -15,7 +15,7 @@ class AttentionForm(NamedTuple):
     output: its layer for o.
     norms: the norms of q and k act on "heads" or on all "features"; "" if there are none.
     norm_names: the names of these two.
-    turns: the attribute that says whether this layer rotates q and k at all: true or "rope". It
+    rotates: the attribute that says whether this layer rotates q and k at all: true or "rope". It
         rotates as many features of each head as there are angles.
     interleaved: RoPE pairs neighbours of a head, not its halves.
     has_gate: q_proj gives q and a gate for each head. The gate's sigmoid multiplies what o gets.
@@ -34,7 +34,7 @@ class AttentionForm(NamedTuple):
     output: str = "o_proj"
     norms: str = ""
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
-    turns: str = ""
+    rotates: str = ""
     interleaved: bool = False
     has_gate: bool = False
     shares_kv: bool = False
@@ -74,7 +74,7 @@ class ExpertsForm(NamedTuple):
 
     activation: the attribute that holds the activation.
     is_clamped: it computes as gpt-oss, with biases and a clamped gate. gate_up_proj is [experts,
-        hidden, 2 intermediate], and gate and up take turns in its columns.
+        hidden, 2 intermediate], and gate and up alternate in its columns.
     """
 
     activation: str = "act_fn"

@@ -23,7 +23,7 @@ from ..layer.scratch import Scratches
 from ..layer.shards import Gathering
 from ..rerun import once, saving_last
 from .aside import say_once
-from .attend import mask_for_attention, q_scale_of, turns, window_beside
+from .attend import mask_for_attention, q_scale_of, rotates, window_beside
 from .attention import head_norms_of, why_not_inputs
 from .borders import Border, LayerBorders
 from .default_border import DefaultBorder
@@ -305,7 +305,7 @@ def _run(
     q_scale: Tensor | None,
 ) -> Tensor:
     *trained, frozen = _operands_now(layer, reads)
-    angles = position_embeddings if turns(layer.self_attn) else (None, None)
+    angles = position_embeddings if rotates(layer.self_attn) else (None, None)
     seed = seed_for(hidden_states, *frozen.dropout_rates)
     window = window_beside(layer.self_attn, mask)
 

@@ -35,8 +35,8 @@ DELTA_NET = Site(
     why_not_there=why_not_norms,
 )  # fmt: skip
 LONE_PROJECTION = OUTPUT._replace(candidates=attention.lone_projections)
-TURNING = Site(
-    attention.turning_attentions, attention.read_turning, attention.self_attention_forward
+ROTATING = Site(
+    attention.rotating_attentions, attention.read_rotating, attention.self_attention_forward
 )
 NORM = Site(rms_norm.norms, rms_norm.read_norm, rms_norm.norm_forward)
 GATED_NORM = Site(rms_norm.gated_norms, rms_norm.read_gated_norm, rms_norm.gated_norm_forward)
@@ -59,7 +59,7 @@ NO_LAYER = "it has no decoder layer that we know"
 SWITCHES = {
     "mlp": Part((MLP, EXPERTS), NO_MLP, "projections"),
     "attention": Part((QKV, OUTPUT, DELTA_NET, LONE_PROJECTION), NO_ATTENTION, "projections"),
-    "rope": Part((TURNING,), NO_ATTENTION, "attentions"),
+    "rope": Part((ROTATING,), NO_ATTENTION, "attentions"),
     "rms_norm": Part((NORM, GATED_NORM, NORMED_LAYER), "it has no RMSNorm", "norms"),
     "cross_entropy": Part((LOSS,), NO_HEAD, "losses"),
     "fp8_lm_head": Part((FP8_LOSS,), NO_HEAD, "losses"),

@@ -1,7 +1,7 @@
 """Causal attention on [q | k | v] of a few hundred positions: its forward.
 
 For a token i, the keys j <= i of its sequence and one head, with the scale a, and q and k already
-turned by RoPE:
+rotated by RoPE:
 
     L         = log sum exp(a q k')
     P         = exp(a q k' - L)
@@ -257,7 +257,7 @@ def causal_attention_forward(
         attended *= sigmoid(logsumexp - sinks)
         logsumexp = logaddexp(logsumexp, sinks)
 
-    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], has q and k turned, and passes
+    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], has q and k rotated, and passes
     `fits_kernels`. Rows may lie any stride apart. documents: from `documents_of`; the mask is then
     `mask_of_documents`. None: each row is one document. window: how many keys a query sees; None:
     all up to itself.

@@ -1,6 +1,6 @@
 """The backward of `causal_attention.py`, with RoPE's in it, from any forward's logsumexp L.
 
-For the incoming g, with D the sum of g * attended over a head's features, and RoPE's turn R:
+For the incoming g, with D the sum of g * attended over a head's features, and RoPE's rotation R:
 
     P         = exp(a q k' - L)
     grad_v    = P' g
@@ -50,7 +50,7 @@ from .causal_attention import (
 )
 from .causal_attention_keys_backward import _attention_keys_backward_kernel
 from .qkv_rope import angles_of, batch_of
-from .rotation import load_halves, store_turned_back
+from .rotation import load_halves, store_rotated_back
 from .rows import check_alike, check_rows
 from .tiling import dots_in_fp32
 
@@ -103,7 +103,7 @@ def _attention_queries_backward_kernel(
     attended_ptr,  # as grad
     logsumexp_ptr,  # [batch, HEADS, positions] fp32
     dots_ptr,  # likewise, written: D
-    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing was turned
+    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing was rotated
     sin_ptr,  # as cos
     cos_batch_stride,  # 0 where all sequences share their angles
     grad_qkv_ptr,  # as qkv, its first columns written
@@ -152,7 +152,7 @@ def _attention_queries_backward_kernel(
             q_1, q_2, grad, dots, logsumexp, query, sequence, kv_head, first_key, end, positions,
             qkv_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, KEYS, WINDOW, IN_FP32,
         )  # fmt: skip
-        store_turned_back(
+        store_rotated_back(
             grad_qkv_row, head * HEAD_DIM, grad_q_1 * scaling, grad_q_2 * scaling,
             cos_ptr, sin_ptr, angle, mask, HALF,
         )  # fmt: skip
@@ -171,7 +171,7 @@ def _attention_queries_backward_kernel(
                 q_1, q_2, grad, dots, logsumexp, query, sequence, kv_head, first_key, next, next,
                 qkv_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, KEYS, WINDOW, IN_FP32,
             )  # fmt: skip
-            store_turned_back(
+            store_rotated_back(
                 grad_qkv_row, head * HEAD_DIM, grad_q_1 * scaling, grad_q_2 * scaling,
                 cos_ptr, sin_ptr, angle, mask, HALF,
             )  # fmt: skip
@@ -191,7 +191,7 @@ def causal_attention_backward(
     documents: Tensor | None = None,
     window: int | None = None,
 ) -> None:
-    """Write the gradient of qkv, as it was before cos and sin turned it, into grad_qkv.
+    """Write the gradient of qkv, as it was before cos and sin rotated it, into grad_qkv.
 
     Equivalent PyTorch, for `rope_backward` of qkv_rope.py::
 
@@ -202,7 +202,7 @@ def causal_attention_backward(
         grad, attended: [batch * positions, heads * head_dim].
         qkv: as the forward had it.
         cos, sin: [batch or 1, positions, head_dim], as `rope_forward` takes them; None where
-            nothing was turned.
+            nothing was rotated.
         logsumexp: [batch, heads, positions] in fp32 and contiguous, from any forward.
         grad_qkv: as qkv. Rows of all may lie any stride apart.
         documents, window: as the forward had them.

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .causal_attention import LOG2_E, dot, is_seen
-from .rotation import load_halves, store_turned_back
+from .rotation import load_halves, store_rotated_back
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def _attention_keys_backward_kernel(
             _end_of_seeing(positions, start + BLOCK, WINDOW), positions, qkv_row_stride,
             grad_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, QUERIES, WINDOW, IN_FP32,
         )  # fmt: skip
-        store_turned_back(
+        store_rotated_back(
             row, k_column, grad_k_1 * scaling, grad_k_2 * scaling, cos_ptr, sin_ptr, angle, is_key,
             HALF,
         )  # fmt: skip
@@ -131,7 +131,7 @@ def _attention_keys_backward_kernel(
                 _end_of_seeing(end, next, WINDOW), positions, qkv_row_stride, grad_row_stride,
                 score_scale, HEADS, KV_HEADS, HALF, BLOCK, QUERIES, WINDOW, IN_FP32,
             )  # fmt: skip
-            store_turned_back(
+            store_rotated_back(
                 row, k_column, grad_k_1 * scaling, grad_k_2 * scaling, cos_ptr, sin_ptr, angle,
                 is_key, HALF,
             )  # fmt: skip

@@ -29,7 +29,7 @@ from . import causal_attention
 from .causal_attention import causal_attention_forward
 from .causal_attention_backward import causal_attention_backward
 from .documents import is_documents, mask_of_documents
-from .qkv_rope import rope_backward, split_heads, turn_back
+from .qkv_rope import rope_backward, rotate_back, split_heads
 from .rows import as_rows
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
@@ -78,7 +78,7 @@ def attention_forward(
             q, k, v, mask, scale=scaling, is_causal=mask is None, enable_gqa=True)
         attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
-    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], q and k in it turned; mask is None,
+    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], q and k in it rotated; mask is None,
     for causal, documents (`documents.py`), or what scaled_dot_product_attention takes. sinks: as
     `causal_attention_forward` has them.
 
@@ -136,7 +136,7 @@ def attention_backward(
     attention: Attention,
     grad_qkv: Tensor,
 ) -> None:
-    """Write the gradient of qkv, as it was before cos and sin turned it (if any), into grad_qkv.
+    """Write the gradient of qkv, as it was before cos and sin rotated it (if any), into grad_qkv.
 
     grad and attended are [batch * positions, heads * head_dim]. All else is what forward took and
     returned.
@@ -148,15 +148,15 @@ def attention_backward(
     ):
         # cuDNN's has one dimension more
         logsumexp = saved.logsumexp.reshape(-1, heads, positions)
-        # these kernels turn whole heads back, of paired halves
-        turns_whole = cos is None or (not interleaved and cos.shape[2] * heads == attended.shape[1])
-        angles = (cos, sin) if turns_whole else (None, None)
+        # these kernels rotate whole heads back, of paired halves
+        is_whole = cos is None or (not interleaved and cos.shape[2] * heads == attended.shape[1])
+        angles = (cos, sin) if is_whole else (None, None)
         causal_attention_backward(
             grad, qkv, *angles, attended, logsumexp, kv_heads, scaling, grad_qkv, documents, window
         )
-        if not turns_whole:
+        if not is_whole:
             assert cos is not None and sin is not None
-            turn_back(grad_qkv, cos, sin, heads, kv_heads, interleaved)
+            rotate_back(grad_qkv, cos, sin, heads, kv_heads, interleaved)
         return
     q, k, v = split_heads(qkv, positions, heads, kv_heads)
     grad, attended = (

@@ -12,8 +12,9 @@ instead norms all heads of a token together, with a weight for every feature. w 
     y      = x r w,    r = 1 / sqrt(mean(x^2) + eps)
     grad_x = r (g w - n mean(g w n)),    n = x r
 
-as in `rms_norm.py`, and y turns as in `rope.py`. Attention's backward turns its gradient back as it
-writes it, which gives g. `head_norms_backward` recomputes r from raw x, so nothing else is saved.
+as in `rms_norm.py`, and y is rotated as in `rope.py`. Attention's backward rotates its gradient
+back as it writes it, which gives g. `head_norms_backward` recomputes r from raw x, so nothing else
+is saved.
 
 Traffic: forward reads q, k and v and writes them once. Backward reads g and x of what is normed and
 writes grad_x over g, which must be the caller's own memory. Arithmetic is fp32 and rounds once, at
@@ -33,7 +34,7 @@ from .qkv_rope import (
     batch_of,
     block_of_rest,
     check_heads,
-    turned_features,
+    rotated_features,
 )
 from .rotation import load_angles, pair_of
 from .row_norm import rstd_of_mean
@@ -44,7 +45,7 @@ from .rows import check_rows
 def _norm_rotate_heads(
     x_ptr,  # the first head of one token
     weight_ptr,  # [HEAD_DIM] or [HEADS HEAD_DIM], contiguous
-    turned_ptr,  # the first head of one token, contiguous, written
+    rotated_ptr,  # the first head of one token, contiguous, written
     head_stride,
     eps,
     cos_1, cos_2, sin_1, sin_2,  # [BLOCK_HALF], fp32
@@ -71,15 +72,15 @@ def _norm_rotate_heads(
     rstd = rstd_of_mean(mean_of_heads(squares, HEADS, HEAD_DIM, TOGETHER), eps)
     x_1 = x_1 * rstd * weight_1
     x_2 = x_2 * rstd * weight_2
-    turned_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
-    turned_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
-    turned_ptr += heads * HEAD_DIM
-    dtype = turned_ptr.dtype.element_ty
-    tl.store(turned_ptr + first, turned_1.to(dtype), mask=mask)
-    tl.store(turned_ptr + second, turned_2.to(dtype), mask=mask)
+    rotated_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
+    rotated_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
+    rotated_ptr += heads * HEAD_DIM
+    dtype = rotated_ptr.dtype.element_ty
+    tl.store(rotated_ptr + first, rotated_1.to(dtype), mask=mask)
+    tl.store(rotated_ptr + second, rotated_2.to(dtype), mask=mask)
     if BLOCK_REST > 0:
         weight = load_weights(weight_ptr, heads, rest, is_rest, HEAD_DIM, TOGETHER, ZERO_CENTERED)
-        tl.store(turned_ptr + rest, (x_rest * rstd * weight).to(dtype), mask=is_rest)
+        tl.store(rotated_ptr + rest, (x_rest * rstd * weight).to(dtype), mask=is_rest)
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -89,7 +90,7 @@ def _qkv_norm_rope_kernel(
     v_ptr,  # as k
     q_weight_ptr,  # [HEAD_DIM], contiguous; [HEADS HEAD_DIM] where Q_TOGETHER
     k_weight_ptr,  # likewise
-    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing turns
+    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing is rotated
     sin_ptr,  # as cos
     qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM], written
     positions,
@@ -230,7 +231,7 @@ def norm_rope_together(
     q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, cos: Tensor | None, sin: Tensor | None,
     qkv: Tensor, interleaved: bool = False,
 ) -> None:  # fmt: skip
-    """Write q and k, normed and turned by their positions' angles, and v, as it is or normed, side
+    """Write q and k, normed and rotated by their positions' angles, and v, as it is or normed, side
     by side into qkv.
 
     Equivalent PyTorch, for `rope_together` of qkv_rope.py and `rms_norm` of rms_norm.py::
@@ -257,7 +258,7 @@ def norm_rope_together(
         return  # an empty grid cannot be launched
     q, k, v = (_features_together(t) for t in (q, k, v))
     cos, sin, cos_batch_stride = angles_of(cos, sin)
-    turned, block_dim = turned_features(cos, head_dim), next_power_of_2(head_dim)
+    rotated, block_dim = rotated_features(cos, head_dim), next_power_of_2(head_dim)
     launch(
         kernel, (batch * positions,),
         q, k, v, q_weight, k_weight, cos, sin, qkv,
@@ -265,9 +266,9 @@ def norm_rope_together(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         cos_batch_stride, qkv.stride(0),
         q_weight.numel() > head_dim, k_weight.numel() > head_dim, norms.zero_centered,
-        heads, kv_heads, turned // 2, head_dim, interleaved,
-        next_power_of_2(heads), next_power_of_2(kv_heads), next_power_of_2(turned // 2), block_dim,
-        block_of_rest(turned, head_dim), num_warps=_warps_of(heads, block_dim // 2),
+        heads, kv_heads, rotated // 2, head_dim, interleaved,
+        next_power_of_2(heads), next_power_of_2(kv_heads), next_power_of_2(rotated // 2), block_dim,
+        block_of_rest(rotated, head_dim), num_warps=_warps_of(heads, block_dim // 2),
     )  # fmt: skip
 
 

@@ -1,12 +1,12 @@
 """RoPE on [q | k | v], rows that one matmul writes and whose gradient one matmul reads.
 
-    rope_forward     q and k turned where they lie
-    rope_together    [q | k | v], q and k turned, from three tensors
-    rope_backward    [grad_q | grad_k | grad_v], q and k turned back, from three tensors
-    turn_back        q's and k's gradients, turned back where they lie
+    rope_forward     q and k rotated where they lie
+    rope_together    [q | k | v], q and k rotated, from three tensors
+    rope_backward    [grad_q | grad_k | grad_v], q and k rotated back, from three tensors
+    rotate_back      q's and k's gradients, rotated back where they lie
 
-(`rope.py` has the mathematics, and turns the heads. Narrower angles turn a part of each head.) The
-kernel that turns three tensors also puts them side by side, from whatever layout matmuls or
+(`rope.py` has the mathematics, and rotates the heads. Narrower angles rotate a part of each head.)
+The kernel that rotates three tensors also puts them side by side, from whatever layout matmuls or
 attention's backward left them in.
 
 Traffic: q and k are read and written once, and with three tensors v as well. Arithmetic is fp32 and
@@ -27,11 +27,11 @@ from .rows import check_alike, check_rows
 @triton.jit(do_not_specialize=["positions"])
 def _qkv_rope_kernel(
     q_ptr,  # [batch, HEADS, positions, HEAD_DIM]
-    k_ptr,  # [batch, KV_HEADS, positions, HEAD_DIM], or None, with v: q's heads are all that turn
+    k_ptr,  # [batch, KV_HEADS, positions, HEAD_DIM], or None, with v: q's heads alone are rotated
     v_ptr,  # as k
-    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing turns
+    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing is rotated
     sin_ptr,  # as cos
-    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM], written: what turns, and v
+    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM], written: what is rotated, and v
     positions,
     q_batch_stride,
     q_head_stride,
@@ -97,30 +97,30 @@ def split_heads(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> tuple
 def rope_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool = False
 ) -> None:
-    """Turn q and k, where they lie in qkv, by the angles of their positions.
+    """Rotate q and k, where they lie in qkv, by the angles of their positions.
 
     Equivalent PyTorch, for `rope` of rope.py::
 
         q, k, v = split_heads(qkv, positions, heads, kv_heads)
-        for x, turned in zip((q, k), rope(q, k, cos, sin, interleaved)):
-            x.copy_(turned)
+        for x, rotated in zip((q, k), rope(q, k, cos, sin, interleaved)):
+            x.copy_(rotated)
 
     Args:
         qkv: [batch * positions, (heads + 2 kv_heads) head_dim], of the caller's own making.
-        cos, sin: [batch or 1, positions, head_dim, or fewer for the features that turn], bf16,
-            fp16 or fp32. They are copied first if not contiguous. Any number of sequences may share
-            one cos and sin.
+        cos, sin: [batch or 1, positions, head_dim, or fewer for the features that are rotated],
+            bf16, fp16 or fp32. They are copied first if not contiguous. Any number of sequences may
+            share one cos and sin.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
-    _turn_in_place("rope_forward", qkv, cos, sin, heads, kv_heads, interleaved, backward=False)
+    _rotate_in_place("rope_forward", qkv, cos, sin, heads, kv_heads, interleaved, backward=False)
 
 
-def turn_back(
+def rotate_back(
     grad_qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool = False
 ) -> None:
-    """Turn the gradients of q and k back where they lie in grad_qkv.
+    """Rotate the gradients of q and k back where they lie in grad_qkv.
 
     Equivalent PyTorch: ``rope_backward(*split_heads(grad_qkv, ...), cos, sin, grad_qkv)``. All
     else is as for `rope_forward`.
@@ -128,10 +128,10 @@ def turn_back(
     Raises:
         ValueError: as `rope_forward`.
     """
-    _turn_in_place("turn_back", grad_qkv, cos, sin, heads, kv_heads, interleaved, backward=True)
+    _rotate_in_place("rotate_back", grad_qkv, cos, sin, heads, kv_heads, interleaved, backward=True)
 
 
-def _turn_in_place(
+def _rotate_in_place(
     name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool,
     backward: bool,
 ) -> None:  # fmt: skip
@@ -141,14 +141,14 @@ def _turn_in_place(
     parts = heads + 2 * kv_heads
     by_head = qkv.view(batch, cos.shape[1], parts, qkv.shape[1] // parts)
     q = by_head.transpose(1, 2)[:, : heads + kv_heads]
-    _turn(q, None, None, cos, sin, qkv, interleaved, backward, in_place=True)
+    _rotate(q, None, None, cos, sin, qkv, interleaved, backward, in_place=True)
 
 
 def rope_together(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, qkv: Tensor,
     interleaved: bool = False,
 ) -> None:  # fmt: skip
-    """Write q and k, turned by the angles of their positions, and v side by side into qkv.
+    """Write q and k, rotated by the angles of their positions, and v side by side into qkv.
 
     Equivalent PyTorch, for `rope` of rope.py::
 
@@ -158,13 +158,13 @@ def rope_together(
 
     q is [batch, heads, positions, head_dim], k and v are [batch, kv_heads, positions, head_dim].
     They may lie in any order, but are copied first if a head's elements are not side by side.
-    Without cos and sin nothing turns. All else is as for `rope_forward`.
+    Without cos and sin nothing is rotated. All else is as for `rope_forward`.
 
     Raises:
         ValueError: as `rope_forward`.
     """
     names = "q", "k", "v"
-    _turn_together("rope_together", names, (q, k, v), cos, sin, qkv, interleaved, backward=False)
+    _rotate_together("rope_together", names, (q, k, v), cos, sin, qkv, interleaved, backward=False)
 
 
 def rope_backward(
@@ -174,19 +174,19 @@ def rope_backward(
     """Write the gradient of what `rope_forward` or `rope_together` was given into grad_qkv.
 
     Equivalent PyTorch: ``torch.autograd.grad((q, k, v), qkv, (grad_q, grad_k, grad_v))[0]``, q and
-    k being turned. The gradients are as q, k and v for `rope_together`.
+    k being rotated. The gradients are as q, k and v for `rope_together`.
 
     Raises:
         ValueError: as `rope_forward`.
     """
     gradients = grad_q, grad_k, grad_v
     names = "grad_q", "grad_k", "grad_v"
-    _turn_together(
+    _rotate_together(
         "rope_backward", names, gradients, cos, sin, grad_qkv, interleaved, backward=True
     )
 
 
-def _turn_together(
+def _rotate_together(
     name: str,
     keys: tuple[str, str, str],
     parts: tuple[Tensor, Tensor, Tensor],
@@ -201,16 +201,16 @@ def _turn_together(
     batch = batch_of(name, qkv, cos, sin, heads, kv_heads, positions)
     by_name = dict(zip(keys, parts, strict=True))
     check_heads(name, by_name, (batch, heads, positions, head_dim), qkv)
-    _turn(*parts, cos, sin, qkv, interleaved, backward)
+    _rotate(*parts, cos, sin, qkv, interleaved, backward)
 
 
-def _turn(
+def _rotate(
     q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     qkv: Tensor, interleaved: bool, backward: bool, in_place: bool = False,
 ) -> None:  # fmt: skip
-    """Write q, turned, or with k and v all three, q and k turned, side by side into qkv."""
+    """Write q, rotated, or with k and v all three, q and k rotated, side by side into qkv."""
     batch, heads, positions, head_dim = q.shape
-    kv_heads, turned = 0 if k is None else k.shape[1], turned_features(cos, head_dim)
+    kv_heads, rotated = 0 if k is None else k.shape[1], rotated_features(cos, head_dim)
     if batch * positions == 0:
         return  # an empty grid cannot be launched
     given = [None if t is None else _features_together(t) for t in (q, k, v)]
@@ -225,23 +225,23 @@ def _turn(
         cos_batch_stride,
         qkv.stride(0),
         backward,
-        heads, kv_heads, turned // 2, head_dim, interleaved,
-        block_heads, next_power_of_2(max(kv_heads, 1)), next_power_of_2(turned // 2), block_dim,
-        0 if in_place else block_of_rest(turned, head_dim),
+        heads, kv_heads, rotated // 2, head_dim, interleaved,
+        block_heads, next_power_of_2(max(kv_heads, 1)), next_power_of_2(rotated // 2), block_dim,
+        0 if in_place else block_of_rest(rotated, head_dim),
         # 8 bf16 values of each half, one 16-byte load, per thread, and of a tile that its heads do
         # not fill up to twice as many
         num_warps=min(previous_power_of_2(max(heads * block_dim // 512, 1)), 16),
     )  # fmt: skip
 
 
-def turned_features(cos: Tensor | None, head_dim: int) -> int:
-    """Return how many features of a head turn."""
+def rotated_features(cos: Tensor | None, head_dim: int) -> int:
+    """Return how many features of a head are rotated."""
     return head_dim if cos is None else cos.shape[2]
 
 
-def block_of_rest(turned: int, head_dim: int) -> int:
+def block_of_rest(rotated: int, head_dim: int) -> int:
     """Return the tile for the features of a head that stay, 0 for none."""
-    return next_power_of_2(head_dim - turned) if turned < head_dim else 0
+    return next_power_of_2(head_dim - rotated) if rotated < head_dim else 0
 
 
 def _features_together(x: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ def batch_of(
             f"{name}: cos is {list(cos.shape)} and sin {list(sin.shape)}, should both be [batch or "
             "1, positions, head_dim], head_dim even"
         )
-    sequences, positions, head_dim = cos.shape  # or less than head_dim, to turn a part
+    sequences, positions, head_dim = cos.shape  # or less than head_dim, to rotate a part
     batch = rows // max(positions, 1)
     fits = columns % parts == 0 and head_dim <= columns // parts
     if batch * positions != rows or sequences not in (1, batch) or not fits:

@@ -1,7 +1,7 @@
-"""The angles of a token and the heads that they turn, for every kernel of RoPE (`rope.py`).
+"""The angles of a token and the heads that they rotate, for every kernel of RoPE (`rope.py`).
 
-HALF pairs of a head's HEAD_DIM features turn: HALF may be less than half of HEAD_DIM, and the other
-features, at the end, stay. A pair is (i, HALF + i), or with INTERLEAVED (2 i, 2 i + 1).
+HALF pairs of a head's HEAD_DIM features are rotated: HALF may be less than half of HEAD_DIM, and
+the other features, at the end, stay. A pair is (i, HALF + i), or with INTERLEAVED (2 i, 2 i + 1).
 """
 
 import triton
@@ -62,7 +62,7 @@ def load_angles(
     cos_ptr, sin_ptr, batch_stride, batch, position,
     BACKWARD: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """cos_1, cos_2, sin_1 and sin_2 [BLOCK_HALF] of one position; BACKWARD turns the other way.
+    """cos_1, cos_2, sin_1 and sin_2 [BLOCK_HALF] of one position; BACKWARD rotates the other way.
     Without cos_ptr those of an angle of 0."""
     features = tl.arange(0, BLOCK_HALF)
     mask = features < HALF
@@ -89,11 +89,11 @@ def load_halves(row, column, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def store_turned_back(
+def store_rotated_back(
     row, column, grad_1, grad_2, cos_ptr, sin_ptr, angle, mask, HALF: tl.constexpr
 ):
-    """Write a head's gradient, given in halves, turned back by the angles of its tokens, or without
-    cos_ptr as it is."""
+    """Write a head's gradient, given in halves, rotated back by the angles of its tokens, or
+    without cos_ptr as it is."""
     feature = tl.arange(0, HALF)[None, :]
     tile = row + column + feature
     dtype = tile.dtype.element_ty

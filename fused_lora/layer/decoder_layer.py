@@ -6,8 +6,8 @@ of o, of gate and up, and of down, forward in the order of execution:
     sB, A   into M                                 of all seven adapters, in one launch
     n       = norm(x)                              into the first columns of [n | zn]
     zn      = n A'                                 into its others
-    qkv     = [n | zn] M' + bias                   q, k and v side by side, in one product
-    q, k    turned where they lie (RoPE); with norms of their heads, as Qwen3 has, qkv stays as it
+    qkv     = [n | zn] M' + bias                   q, k and v side by side, in one matmul
+    q, k    rotated where they lie (RoPE); with norms of their heads, as Qwen3 has, qkv stays as it
             is, and one pass writes [RoPE(norm(q)) | RoPE(norm(k)) | v] beside it
     a       = attention(q, k, v)           where q's projection gives a gate, times its sigmoid
     za      = a A'                                 into [a | za]; the pass also copies a there,
@@ -31,7 +31,7 @@ filled it since):
     dt      = norm backward of dm, plus g          into [dt | pa]
     pa      = dt sB
     da      = [dt | pa] M
-    dqkv    = attention backward, turned back      into [dqkv | pn]; of q and k, where their heads
+    dqkv    = attention backward, rotated back     into [dqkv | pn]; of q and k, where their heads
                                                    are normed, through these norms in place
     pn      = dqkv sB
     dn      = [dqkv | pn] M
@@ -123,8 +123,8 @@ class DecoderLayer(torch.autograd.Function):
         hidden: [batch, positions, hidden], bf16, fp16 or fp32, of any strides, batch 0 included. It
             may be fp32 while the buffers are in 16 bits, under autocast to their dtype: the
             residual and its gradient then stay fp32.
-        cos, sin: [batch or 1, positions, head_dim or less], as rope's. They get no gradient. None,
-            both: q and k are not turned.
+        cos, sin: [batch or 1, positions, head_dim or less], as rope's. They get no gradient. Both
+            None: q and k are not rotated.
         mask: None, for causal attention, or what scaled_dot_product_attention takes, or documents'
             bounds, beside which frozen.window hides older tokens. It gets no gradient.
         adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors in bf16,

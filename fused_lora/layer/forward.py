@@ -30,13 +30,13 @@ def norm_and_rotate(
     heads, kv_heads = frozen.heads, frozen.kv_heads
     if frozen.has_gate:
         q, k, v = split_gated_heads(qkv, positions, heads, kv_heads)
-        turned = qkv.new_empty(len(qkv), (heads + 2 * kv_heads) * q.shape[3])
+        rotated = qkv.new_empty(len(qkv), (heads + 2 * kv_heads) * q.shape[3])
     else:
         q, k, v = split_heads(qkv, positions, heads, kv_heads)
-        turned = torch.empty_like(qkv)
-    norm_rope_together(q, k, v, frozen.head_norms, cos, sin, turned, frozen.interleaved)
-    scale_q(turned, frozen.q_scale, frozen.o.in_features)  # q_proj may give gates as well
-    return qkv, turned
+        rotated = torch.empty_like(qkv)
+    norm_rope_together(q, k, v, frozen.head_norms, cos, sin, rotated, frozen.interleaved)
+    scale_q(rotated, frozen.q_scale, frozen.o.in_features)  # q_proj may give gates as well
+    return qkv, rotated
 
 
 def add_attention(

@@ -128,7 +128,7 @@ class FrozenLayer(NamedTuple):
     heads: int = 0  # 0: it has no attention
     kv_heads: int = 0
     attention_scaling: float = 1.0
-    head_norms: HeadNorms | None = None  # of q, k and v; None: q and k turn as they are
+    head_norms: HeadNorms | None = None  # of q, k and v; None: q and k are rotated as they are
     has_gate: bool = False  # q's projection gives a gate beside each head (`output_gate.py`)
     interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
     # of q, k, v, o, gate, up and down: the probability with which an element of the adapter's input

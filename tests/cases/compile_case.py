@@ -169,7 +169,7 @@ def launch_layer():
     qkv_rope.rope_together(*grads, None, None, qkv)
     part = cos[..., : HEAD_DIM // 2]
     qkv_rope.rope_together(*grads, part, part, qkv, interleaved=True)
-    qkv_rope.turn_back(qkv, part, part, HEADS, KV_HEADS)
+    qkv_rope.rotate_back(qkv, part, part, HEADS, KV_HEADS)
     by_head = head_norms.HeadNorms(empty(HEAD_DIM), empty(HEAD_DIM), 1e-6, 1e-6)
     weights = (empty(count * HEAD_DIM) for count in (HEADS, KV_HEADS))
     token_norms = head_norms.HeadNorms(*weights, 1e-6, 1e-6)

@@ -88,10 +88,10 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):
     k = heads_of(k_A, k_B, k_layer, masks[1])
     v = heads_of(v_A, v_B, v_layer, masks[2])
 
-    def turned(t):
+    def rotated(t):
         one, other = t.chunk(2, dim=-1)
-        turned = t * cos.unsqueeze(1) + torch.cat((-other, one), -1) * sin.unsqueeze(1)
-        return turned.to(t.dtype)
+        rotated = t * cos.unsqueeze(1) + torch.cat((-other, one), -1) * sin.unsqueeze(1)
+        return rotated.to(t.dtype)
 
     if frozen.head_norms is not None:
         q_weight, k_weight, q_eps, k_eps, centered, v_eps = frozen.head_norms
@@ -99,7 +99,7 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):
         k = eager_head_norm(k, k_weight, k_eps, centered)
         v = eager_head_norm(v, v.new_ones(frozen.head_dim), v_eps)
     if cos is not None:
-        q, k = turned(q), turned(k)
+        q, k = rotated(q), rotated(k)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     if frozen.sinks is not None:  # the score of one more key, whose value is 0
         q = torch.cat((q, frozen.sinks[:, None, None].expand(*q.shape[:3], 1)), -1)

@@ -11,15 +11,17 @@ from fused_lora.kernels.qkv_rope import rope_forward, split_heads
 SCALING = 0.3
 
 
-def make(batch, heads, kv_heads, positions, head_dim, angle_batch=1, turned=None, *, dtype, device):
+def make(
+    batch, heads, kv_heads, positions, head_dim, angle_batch=1, rotated=None, *, dtype, device
+):  # fmt: skip
     """qkv, cos, sin, and the gradient of what attention gives."""
     qkv = random(batch * positions, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
-    cos, sin = angles(angle_batch, positions, turned or head_dim, dtype=dtype, device=device)
+    cos, sin = angles(angle_batch, positions, rotated or head_dim, dtype=dtype, device=device)
     grad = random(batch * positions, heads * head_dim, seed=1, dtype=dtype, device=device)
     return qkv, cos, sin, grad
 
 
-def turned_heads(qkv, cos, sin, heads, kv_heads):
+def rotated_heads(qkv, cos, sin, heads, kv_heads):
     """q, k and v [batch, heads, positions, head_dim], k and v as many as q."""
     q, k, v = split_heads(qkv, cos.shape[1], heads, kv_heads)
     q, k = eager_rope(q, k, cos, sin)
@@ -27,11 +29,11 @@ def turned_heads(qkv, cos, sin, heads, kv_heads):
 
 
 def eager(case, heads, kv_heads, sinks=None, window=None):
-    """attended, the logsumexp, and the gradient of what is turned. sinks [heads] are one more score
-    in each softmax; a window is how many keys a query sees."""
+    """attended, the logsumexp, and the gradient of what is rotated. sinks [heads] are one more
+    score in each softmax; a window is how many keys a query sees."""
     qkv, cos, sin, grad = case
     leaf = qkv.detach().requires_grad_()
-    q, k, v = turned_heads(leaf, cos, sin, heads, kv_heads)
+    q, k, v = rotated_heads(leaf, cos, sin, heads, kv_heads)
     behind = torch.ones(*[cos.shape[1]] * 2, dtype=torch.bool, device=qkv.device).triu(1)
     if window is not None:
         behind |= torch.ones_like(behind).tril(-window)
@@ -46,7 +48,7 @@ def eager(case, heads, kv_heads, sinks=None, window=None):
 
 
 def fused(case, heads, kv_heads, mask=None, interleaved=False, sinks=None, window=None):
-    """attended, and the gradient of what is turned. mask: of booleans, or documents' bounds."""
+    """attended, and the gradient of what is rotated. mask: of booleans, or documents' bounds."""
     qkv, cos, sin, grad = case
     qkv = qkv.clone()
     rope_forward(qkv, cos, sin, heads, kv_heads, interleaved)

@@ -3,8 +3,8 @@
 import torch
 from cases.reference import random
 
-# batch, heads, kv_heads, positions, head_dim; sequences of cos and sin; features that turn, if not
-# all
+# batch, heads, kv_heads, positions, head_dim; sequences of cos and sin; features that are rotated,
+# if not all
 SIZES = {
     "GQA": (2, 6, 2, 5, 12, 1),
     "MQA, angles of each sequence": (3, 3, 1, 4, 6, 3),
@@ -29,28 +29,28 @@ def rotate_half(x):
 
 def eager(q, k, cos, sin):
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turned = cos.shape[-1]
+    rotated = cos.shape[-1]
     return tuple(
         torch.cat(
-            [x[..., :turned] * cos + rotate_half(x[..., :turned]) * sin, x[..., turned:]], -1
+            [x[..., :rotated] * cos + rotate_half(x[..., :rotated]) * sin, x[..., rotated:]], -1
         ).to(x.dtype)
         for x in (q, k)
     )
 
 
-def interleaved_order(turned, head_dim, device):
+def interleaved_order(rotated, head_dim, device):
     """Return where each feature of a head with interleaved pairs is in one with paired halves."""
-    pairs = torch.arange(turned).view(2, -1).t().flatten()
-    return torch.cat([pairs, torch.arange(turned, head_dim)]).to(device)
+    pairs = torch.arange(rotated).view(2, -1).t().flatten()
+    return torch.cat([pairs, torch.arange(rotated, head_dim)]).to(device)
 
 
 def angles(batch, positions, head_dim, *, dtype, device):
     """cos and sin as a model has them; every sequence of a batch begins somewhere else."""
     frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     starts = 7 * torch.arange(batch, dtype=torch.float64)[:, None] + 1
-    turned = (starts + torch.arange(positions))[..., None] * frequencies
-    turned = torch.cat((turned, turned), -1)
-    return turned.cos().to(device, dtype), turned.sin().to(device, dtype)
+    rotated = (starts + torch.arange(positions))[..., None] * frequencies
+    rotated = torch.cat((rotated, rotated), -1)
+    return rotated.cos().to(device, dtype), rotated.sin().to(device, dtype)
 
 
 def make(size="GQA", *, dtype, device, angle_dtype=None):
@@ -60,8 +60,8 @@ def make(size="GQA", *, dtype, device, angle_dtype=None):
         random(batch, h, positions, head_dim, dtype=dtype, device=device, seed=seed)
         for seed, h in enumerate((heads, kv_heads, heads, kv_heads))
     )
-    turned = part[0] if part else head_dim
-    cos, sin = angles(angle_batch, positions, turned, dtype=angle_dtype or dtype, device=device)
+    rotated = part[0] if part else head_dim
+    cos, sin = angles(angle_batch, positions, rotated, dtype=angle_dtype or dtype, device=device)
     return (q, k, cos, sin), (grad_q_rotated, grad_k_rotated)
 
 

@@ -46,7 +46,7 @@ def sinks_of(case, given):
 
 
 def eager(case, given):
-    """attended, and the gradient of what is turned, a document at a time."""
+    """attended, and the gradient of what is rotated, a document at a time."""
     lengths, heads, kv_heads, _ = CASES[case]
     qkv, cos, sin, grad = given
     counts, found = [n for row in lengths for n in row], []

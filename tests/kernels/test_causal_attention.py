@@ -29,7 +29,7 @@ def make(size, dtype, device):
 
 
 def eager(size, case):
-    """attended, the logsumexp, and the gradient of what is turned."""
+    """attended, the logsumexp, and the gradient of what is rotated."""
     return qkv_attention_case.eager(case, *SIZES[size][1:3])
 
 

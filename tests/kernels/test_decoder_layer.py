@@ -53,7 +53,7 @@ PHI = {
     "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-UNTURNED = {"no_rope_layers": [0], "pad_token_id": 0}
+UNROTATED = {"no_rope_layers": [0], "pad_token_id": 0}
 OPTIONS = {
     "rank 40, rsLoRA, MHA, narrow MLP": {
         "r": 40, "use_rslora": True, "config": {"num_key_value_heads": 2, "intermediate_size": 17}
@@ -69,9 +69,9 @@ OPTIONS = {
     "norms of heads and biases": {
         "family": "Qwen3", "config": {"attention_bias": True, "rms_norm_eps": 1e-2} | HEADS
     },
-    "q and k not turned": {"family": "SmolLM3", "config": UNTURNED},
-    "not turned, our own attention": {
-        "family": "SmolLM3", "config": UNTURNED | HEADS
+    "q and k not rotated": {"family": "SmolLM3", "config": UNROTATED},
+    "not rotated, our own attention": {
+        "family": "SmolLM3", "config": UNROTATED | HEADS
     },
     "multiplied, with biases": {
         "family": "Granite",
@@ -83,13 +83,13 @@ OPTIONS = {
     "norms of inputs and outputs, about one, GELU, our own attention": {
         "family": "Gemma3Text", "config": {"pad_token_id": 0, "attention_bias": True} | HEADS
     },
-    "a part of each head turned, interleaved, norms of outputs, our own attention": PHI | {
+    "a part of each head rotated, interleaved, norms of outputs, our own attention": PHI | {
         "family": "Glm4",
         "config": {"pad_token_id": 0, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
         | HEADS,
         "target_modules": "all-linear",
     },
-    "a gate beside each head, a part turned, norms of heads about one": {
+    "a gate beside each head, a part rotated, norms of heads about one": {
         "family": "Qwen3_5Text",
         "config": {"pad_token_id": 0, "layer_types": ["full_attention"],
                    "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}} | HEADS,

@@ -99,7 +99,7 @@ ARGUMENTS = {
         "places": torch.arange(4).view(2, 2),
     },
     qkv_rope.rope_forward: {"qkv": QKV, **OF_ROPE, "heads": 2, "kv_heads": 1},
-    qkv_rope.turn_back: {"grad_qkv": QKV, **OF_ROPE, "heads": 2, "kv_heads": 1},
+    qkv_rope.rotate_back: {"grad_qkv": QKV, **OF_ROPE, "heads": 2, "kv_heads": 1},
     qkv_rope.rope_together: {"q": Q, "k": K, "v": K, **OF_ROPE, "qkv": QKV},
     qkv_rope.rope_backward: {"grad_q": Q, "grad_k": K, "grad_v": K, **OF_ROPE, "grad_qkv": QKV},
     qkv_norm_rope.norm_rope_together: {
@@ -135,7 +135,7 @@ TAKEN = {
     ),
     ("norm_codes", "x", short),
     ("rope_forward", "qkv", half),
-    ("turn_back", "grad_qkv", half),
+    ("rotate_back", "grad_qkv", half),
     ("causal_attention_forward", "qkv", half),
     ("residual_norm_forward", "y", half),
     ("residual_norm_backward", "grad_y", half),

@@ -46,7 +46,7 @@ def test_angles_may_be_each_sequences_own_and_of_another_dtype(device):
 
 @pytest.mark.parametrize("norms", [False, True, "together"])
 @pytest.mark.parametrize("heads", ["MQA of 3 heads", "our own kernels' tiles"])
-def test_q_and_k_need_not_be_turned(heads, norms, device):
+def test_q_and_k_need_not_be_rotated(heads, norms, device):
     case = case_of(device, norms=norms, **HEADS[heads])
     case.inputs.update(cos=None, sin=None)
     assert_right(ATTENTION, case)

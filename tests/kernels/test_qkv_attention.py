@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import qkv_attention_case
-from cases.qkv_attention_case import SCALING, fused, turned_heads
+from cases.qkv_attention_case import SCALING, fused, rotated_heads
 from cases.reference import assert_within_budget, relative_error
 from cases.rope_case import interleaved_order
 from torch.nn.attention import sdpa_kernel
@@ -19,7 +19,7 @@ from fused_lora.kernels.qkv_attention import (
 )
 
 NAMES = ("attended", "gradient")
-# batch, heads, kv_heads, positions, head_dim; sequences of cos and sin, features that turn
+# batch, heads, kv_heads, positions, head_dim; sequences of cos and sin, features that are rotated
 SIZES = {
     "GQA": (2, 4, 2, 9, 16),
     "MHA": (1, 2, 2, 5, 26),
@@ -55,7 +55,7 @@ def by_hand(size, case, masked=False):
 def by_autograd(size, case, masked=False):
     qkv, cos, sin, grad = case
     leaf = qkv.detach().requires_grad_()
-    q, k, v = turned_heads(leaf, cos, sin, *SIZES[size][1:3])
+    q, k, v = rotated_heads(leaf, cos, sin, *SIZES[size][1:3])
     mask = mask_of(size, masked, qkv.device)
     with sdpa_kernel(WITHOUT_CUDNN):
         attended = F.scaled_dot_product_attention(

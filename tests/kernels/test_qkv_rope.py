@@ -14,8 +14,8 @@ from fused_lora.kernels.qkv_rope import (
     rope_backward,
     rope_forward,
     rope_together,
+    rotate_back,
     split_heads,
-    turn_back,
 )
 from fused_lora.rope import rope
 
@@ -40,9 +40,9 @@ def fused(inputs, gradients, layout=torch.clone):
     rope_backward(*map(by_token, (grad_q, grad_k, grad_v)), cos, sin, grad_qkv)
     results = []
     for rows, kept in ((qkv, v), (grad_qkv, grad_v)):
-        *turned, value = split_heads(rows, q.shape[2], q.shape[1], k.shape[1])
+        *rotated, value = split_heads(rows, q.shape[2], q.shape[1], k.shape[1])
         assert torch.equal(value, kept)
-        results += turned
+        results += rotated
     return results
 
 
@@ -86,14 +86,14 @@ def eager_normed(case, zero_centered=False):
     q, k, cos, sin, grad_q, grad_k, *weights = case
     leaves = [t.detach().requires_grad_() for t in (q, k)]
     normed = list(map(eager_head_norm, leaves, weights, EPS, [zero_centered] * 2))
-    turned = [t.detach() for t in eager(*normed, cos, sin)]
-    return *turned, *torch.autograd.grad(normed, leaves, (grad_q, grad_k))
+    rotated = [t.detach() for t in eager(*normed, cos, sin)]
+    return *rotated, *torch.autograd.grad(normed, leaves, (grad_q, grad_k))
 
 
 @pytest.mark.parametrize(
     ("size", "dtype"), [*((size, torch.bfloat16) for size in SIZES), ("GQA", torch.float32)]
 )
-def test_three_tensors_are_turned_as_they_are_side_by_side(dtype, size, device):
+def test_three_tensors_are_rotated_as_they_are_side_by_side(dtype, size, device):
     (q, k, cos, sin), _ = make(size, dtype=dtype, device=device)
     v = 2 * k
     want = side_by_side(q, k, v)
@@ -108,7 +108,7 @@ def test_three_tensors_are_turned_as_they_are_side_by_side(dtype, size, device):
 
 
 @pytest.mark.parametrize("size", ["GQA", "a part of each head"])
-def test_interleaved_pairs_turn_as_halves_do(size, device):
+def test_interleaved_pairs_are_rotated_as_halves_are(size, device):
     (q, k, cos, sin), gradients = make(size, dtype=torch.bfloat16, device=device)
     order = interleaved_order(cos.shape[-1], q.shape[-1], device)
     norms = HeadNorms(*make_normed(size, torch.bfloat16, device, True)[-2:], *EPS)
@@ -128,7 +128,7 @@ def test_interleaved_pairs_turn_as_halves_do(size, device):
         write(*heads, cos, sin, want)
         assert torch.equal(got, want.unflatten(1, (-1, q.shape[-1]))[..., order].flatten(1))
     # where they lie, and one by one
-    for change, write in ((rope_forward, rope_together), (turn_back, rope_backward)):
+    for change, write in ((rope_forward, rope_together), (rotate_back, rope_backward)):
         got, want = side_by_side(*heads), none.clone()
         change(got, cos, sin, q.shape[1], k.shape[1], interleaved=True)
         write(*heads, cos, sin, want, interleaved=True)
@@ -140,7 +140,7 @@ def test_interleaved_pairs_turn_as_halves_do(size, device):
     assert_equal(alone[2:], split_heads(want, q.shape[2], q.shape[1], k.shape[1])[:2])
 
 
-def test_without_angles_nothing_turns(device):
+def test_without_angles_nothing_is_rotated(device):
     """Compare with angles of 0. The tensors still go side by side."""
     (q, k, cos, sin), _ = make("GQA", dtype=torch.bfloat16, device=device)
     v, norms = 2 * k, HeadNorms(*make_normed("GQA", torch.bfloat16, device)[-2:], *EPS)
