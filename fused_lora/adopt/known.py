@@ -41,7 +41,7 @@ def layer_form(module: nn.Module) -> LayerForm:
 
 
 def why_not_whole(layer: nn.Module) -> str:
-    """Return the reason why `layer` does not take a layer of a known class, "" if it does."""
+    """Return the reason why a layer of a known class does not run as one, "" if it does."""
     return WHY_NOT_WHOLE[_full_name(own_class(layer))]
 
 
