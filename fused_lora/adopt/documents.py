@@ -3,8 +3,9 @@
 Packed batches (transformers' DataCollatorWithFlattening, TRL's packing and padding_free) have
 position_ids that restart. transformers turns these into a mask, [1, 1, T, T] for a row of T tokens.
 We give the layers the documents' bounds instead (`kernels/documents.py`), and fused attention takes
-those. For the loss, padded batches become packed ones without the padding. In a graph, where shapes
-are fixed, a row's padding becomes a separate document.
+those. Layers without attention get a number for each token's document (`mixer_layer.py`). For the
+loss, padded batches become packed ones without the padding. In a graph, where shapes are fixed, a
+row's padding becomes a separate document.
 """
 
 import sys
@@ -20,7 +21,7 @@ from fused_mlp.launching import is_capturing
 from fused_mlp.utils import compute_dtype
 
 from ..kernels.causal_attention import fits_heads
-from ..kernels.documents import documents_of
+from ..kernels.documents import documents_of, is_documents, seq_idx_of
 from ..label_check import IGNORED
 from ..step import padding_seen
 from ..step.graphed_module import is_graphed
@@ -34,11 +35,13 @@ from .known import known_form
 from .layer import borders_of
 from .layer_reading import takes_attention
 from .linear import read_output
+from .mixer_layer import check_apart, keeps_apart
 from .projection import why_call
-from .refusal import attempt, reason_of
+from .refusal import attempt, reason_of, refuse_documents
 from .site import having, unfused
 
-DECODER = frozenset({"documents"})  # the parts of a decoder's fused forward
+# the parts of the forward of a decoder, and of a mixer, that keeps documents apart
+DOCUMENTS = frozenset({"documents"})
 IN_NO_VOCABULARY = -1  # a label
 LAYER_INPUTS = "per_layer_inputs"  # Gemma 4's, [batch, positions, layers, features]
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
@@ -62,30 +65,33 @@ def decoder_forward(
 
     As in transformers, rows are packed if position_ids restart. The host waits for the device to
     see that, as it does there. In a graph it cannot, so any position_ids count as packed. Attention
-    with sinks gets bounds for full rows too (`_bounds_of_rows`).
+    with sinks gets bounds for full rows too (`_bounds_of_rows`). Layers without attention are given
+    `seq_idx`, a number for each token's document.
 
     A call that is given a cache and needs no gradients, as those of generate(), runs unfused. To
     decode one token takes the host as long in parts, and 4-bit weights have faster kernels for it.
+
+    Raises:
+        ValueError: the batch is empty, or a layer would mix the documents of packed rows.
     """
     check_not_empty(decoder, {"input_ids": input_ids, **options})
     is_generating = past_key_values is not None and not torch.is_grad_enabled()
     batch: Any = next((t for t in (input_ids, options.get("inputs_embeds")) if t is not None), None)
     has_cache = past_key_values is not None or fills_cache(decoder, options.get("use_cache"))
-    if batch is None or has_cache:  # with a cache they are not documents
-        pass
-    elif have_sinks(decoder):
-        attention_mask = _bounds_of_rows(decoder, batch, attention_mask)
-    elif (
-        attention_mask is None
-        and isinstance(position_ids, Tensor)
-        and position_ids.ndim == 2
-        and not _has_axes(decoder)
-        and takes_documents(decoder)
-        and all(map(_separates_documents, decoder.layers))
-    ):
-        documents = documents_of(position_ids.expand(len(batch), -1))
-        if is_capturing(position_ids) or bool(documents[:, :, 0].any()):
-            attention_mask = documents
+    if batch is not None and not has_cache:  # with a cache they are not documents
+        mixing = [layer for layer in decoder.layers if not _attends(layer)]
+        if mixing and position_ids is None:
+            position_ids = _positions_given(options, batch)
+        documents = _documents_in(decoder, batch, attention_mask, position_ids, bool(mixing))
+        if documents is not None:
+            for layer in mixing:
+                check_apart(layer)
+            if mixing:
+                options["seq_idx"] = seq_idx_of(documents).contiguous()
+            if attention_mask is None:
+                attention_mask = _mask_of_packed(decoder, documents)
+        elif have_sinks(decoder):
+            attention_mask = _bounds_of_rows(decoder, batch, attention_mask)
     with unfused() if is_generating else nullcontext():
         return class_forward(
             decoder, input_ids=input_ids, attention_mask=attention_mask,
@@ -93,19 +99,60 @@ def decoder_forward(
         )  # fmt: skip
 
 
+def _documents_in(
+    decoder: Any, batch: Tensor, mask: Any, position_ids: Any, has_mixers: bool
+) -> Tensor | None:
+    """Return the documents of packed rows, None for rows that are not packed."""
+    if mask is not None:
+        return mask if isinstance(mask, Tensor) and is_documents(mask) else None
+    if not isinstance(position_ids, Tensor) or (torch.compiler.is_compiling() and not has_mixers):
+        return None
+    if has_mixers and position_ids.ndim == 3 and len(position_ids) == 4:
+        position_ids = position_ids[0]  # the text's, before those of images
+    if position_ids.ndim != 2 or (_has_axes(decoder) and not has_mixers):
+        return None
+    documents = documents_of(position_ids.expand(len(batch), -1))
+    is_packed = is_capturing(position_ids) or bool(documents[:, :, 0].any())
+    return documents if is_packed else None
+
+
+def _mask_of_packed(decoder: Any, documents: Tensor) -> Tensor | None:
+    """Return the mask of packed rows: the documents, or None where transformers makes one."""
+    if takes_documents(decoder):
+        return documents
+    if decoder.config._attn_implementation in ("eager", "sdpa"):  # else they need no mask
+        for layer in filter(_attends, decoder.layers):
+            form = known_form(layer.self_attn, "Attention")
+            if form is not None and not form.separates_documents:
+                reason = "not all attention runs fused, and transformers' mask has none"
+                refuse_documents(layer.self_attn, reason)
+    return None
+
+
+def _positions_given(options: dict[str, Any], batch: Tensor) -> Tensor | None:
+    """Return each token's position in its document, if a call tells the documents without."""
+    seq_idx, bounds = options.get("seq_idx"), options.get("cu_seq_lens_q")
+    place = torch.arange(batch.shape[1], device=batch.device)
+    if isinstance(seq_idx, Tensor):
+        return place - seq_idx_of(documents_of(place + 2 * len(place) * seq_idx))
+    if isinstance(bounds, Tensor):
+        return (place - bounds[torch.searchsorted(bounds, place, right=True) - 1])[None]
+    return None
+
+
+def _attends(layer: Any) -> bool:
+    return "self_attn" in layer._modules
+
+
 def have_sinks(decoder: Any) -> bool:
     """Return True for a decoder whose attention has sinks."""
-    return any(
-        has_sinks(layer.self_attn) for layer in decoder.layers if "self_attn" in layer._modules
-    )
+    return any(has_sinks(layer.self_attn) for layer in decoder.layers if _attends(layer))
 
 
 def _bounds_of_rows(decoder: Any, batch: Tensor, mask: Any) -> Any:
     """Return documents for a batch [batch, positions, ...] without padding, a row each. Return the
     mask as it is if there is padding, which the host waits to see, or if attention takes no
     documents.
-
-    Packed rows see each other, as in transformers, whose masks get no positions here.
     """
     if mask is not None:
         is_of_tokens = isinstance(mask, Tensor) and mask.shape == batch.shape[:2]
@@ -133,8 +180,8 @@ def _has_axes(decoder: Any) -> bool:
 
 
 def takes_documents(decoder: Any) -> bool:
-    """Return True if all attention of a decoder runs fused, on kernels that handle documents. An
-    attention that steps aside anyway turns them into a mask."""
+    """Return True if all attention of a decoder runs fused, on kernels that handle documents, and
+    its other layers keep documents apart. An attention that steps aside turns them into a mask."""
     if torch.compiler.is_compiling():
         return False
     its_module = vars(sys.modules[type(decoder).__module__])
@@ -146,9 +193,9 @@ def takes_documents(decoder: Any) -> bool:
 
 
 def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
-    attention = getattr(layer, "self_attn", None)
-    if attention is None:
-        return False
+    if not _attends(layer):
+        return keeps_apart(layer)
+    attention = layer.self_attn
     wanted = {"attention", "rope"} if rotates(attention) else {"attention"}
     borders = borders_of(layer)
     is_fused = borders is not None or wanted <= fused_parts_of(attention)
@@ -165,12 +212,8 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
 
 def _slides(decoder: Any, positions: int) -> bool:
     """Return True if an attention of this decoder has a window shorter than a row."""
-    windows = (window_of(layer.self_attn) for layer in decoder.layers)
+    windows = (window_of(layer.self_attn) for layer in decoder.layers if _attends(layer))
     return any(window is not None and window < positions for window in windows)
-
-
-def _separates_documents(layer: Any) -> bool:
-    return known_form(layer.self_attn, "Attention").separates_documents
 
 
 def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:

@@ -95,7 +95,8 @@ class DeltaNetForm(NamedTuple):
     """A gated delta net: in-projections, a causal convolution of [q | k | v], the recurrence on q,
     k, v, sigmoid(b) and -exp(A_log) softplus(a + dt_bias), its norm with the gate z, out_proj.
 
-    projections: its layers for [q | k | v], z, b and a, which run as one.
+    projections: its layers for [q | k | v], z, b and a, which run as one. If there are two, their
+        outputs hold [q | k | v | z] and [b | a] head by head, as in Qwen3-Next.
     output: its layer behind the norm. In parts `ProjectionsForm` names it.
     """
 

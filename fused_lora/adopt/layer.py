@@ -39,7 +39,7 @@ from .layer_reading import (
     parts_and_ranks,
     read_groups,
 )
-from .mixer_layer import has_mixer, run_mixer_layer, why_not_mixer_inputs, why_slow
+from .mixer_layer import has_mixer, run_mixer_layer, why_not_mask, why_slow
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias
 from .refusal import Refusal, attempt, refuse
@@ -216,7 +216,7 @@ def _why_not_inputs(
     if (reason := why_not_inputs(mask, past_key_values, options)) is not None:
         return reason
     if has_mixer(layer):
-        return why_not_mixer_inputs(layer, mask, options)
+        return why_not_mask(mask)
     if position_embeddings is None:
         return "it was given no position_embeddings"
     return None

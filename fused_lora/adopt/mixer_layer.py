@@ -1,11 +1,11 @@
 """The switch `layer` for a layer with a mixer in place of attention, which runs as two functions
 around it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layer.mixer_ends import ShortConvEnds
 from ..layer.mixer_layer import AfterMixer, BeforeMixer, MixerEnds
@@ -13,8 +13,10 @@ from ..layer.operands import FrozenLayer
 from ..rerun import saving_last
 from . import delta_net, short_conv
 from .aside import say_left
-from .known import layer_form, why_not_class
+from .foreign.forwards import fused_parts_of, why_not_own_forward
+from .known import known_form, layer_form, why_not_class
 from .projection import why_call
+from .refusal import refuse_documents
 
 
 class Mixer(NamedTuple):
@@ -22,17 +24,19 @@ class Mixer(NamedTuple):
 
     noun: its name in the report. untrained: the names of its tensors that the functions do not
     train. why_not: returns the reason if it cannot run between them. ends: returns its ends as they
-    are now. run: runs it on its inputs, with a call's options. why_not_options: returns the reason
-    if these keep the layer from running fused. why_slow: returns the reason if its library is not a
-    fast one.
+    are now, for rows of these documents. run: runs it on its inputs, with a call's options.
+    forward: for a layer that does not run whole; it keeps documents apart. why_slow: returns the
+    reason if its library is not a fast one. why_mixing: returns the reason if that forward cannot
+    keep documents apart.
     """
 
     noun: str
     untrained: tuple[str, ...]
     why_not: Callable[[Any], str | None]
-    ends: Callable[[Any], MixerEnds]
+    ends: Callable[[Any, Tensor | None], MixerEnds]
     run: Callable[..., Tensor]
-    why_not_options: Callable[[dict], str | None] = lambda options: None
+    forward: Callable[..., Tensor]
+    why_mixing: Callable[[Any], str | None]
     why_slow: Callable[[Any], str] = lambda mixer: ""
 
 
@@ -43,17 +47,52 @@ MIXERS = {
         why_not=delta_net.why_not_net,
         ends=delta_net.net_ends,
         run=delta_net.run_net,
-        why_not_options=delta_net.why_not_documents,
+        forward=delta_net.delta_net_forward,
+        why_mixing=delta_net.why_mixing,
         why_slow=delta_net.why_slow_rule,
     ),
     "ShortConv": Mixer(
         noun="a short convolution",
         untrained=(),
         why_not=short_conv.why_not_short_conv,
-        ends=lambda conv: ShortConvEnds(),
+        ends=lambda conv, seq_idx: ShortConvEnds(),
         run=short_conv.run_short_conv,
+        forward=short_conv.short_conv_forward,
+        why_mixing=short_conv.why_mixing,
     ),
 }
+
+
+def mixers(model: nn.Module) -> Iterator[tuple[nn.Module, Mixer]]:
+    """Yield the mixers of a model whose classes we know, and their kinds."""
+    for module in model.modules():
+        if (kind := _kind_of(module)) is not None:
+            yield module, kind
+
+
+def _kind_of(module: nn.Module) -> Mixer | None:
+    return next((MIXERS[kind] for kind in MIXERS if known_form(module, kind) is not None), None)
+
+
+def keeps_apart(layer: nn.Module) -> bool:
+    """Return True if a layer without attention keeps the documents of its rows apart."""
+    return all(_why_mixing(child) is None for child in layer.children())
+
+
+def check_apart(layer: nn.Module) -> None:
+    """Raise ValueError if a layer without attention would mix the documents of its rows."""
+    for child in layer.children():
+        refuse_documents(child, _why_mixing(child))
+
+
+def _why_mixing(module: nn.Module) -> str | None:
+    """Return the reason if part of a layer mixes documents."""
+    if (kind := _kind_of(module)) is None:
+        mixes = any(isinstance(one, nn.Conv1d) for one in module.modules())
+        return "it runs as transformers has it" if mixes else None
+    if not fused_parts_of(module):
+        return why_not_own_forward(module) or "it ran unfused when fuse was called"
+    return kind.why_mixing(module)
 
 
 def has_mixer(layer: Any) -> bool:
@@ -85,11 +124,11 @@ def why_not_mixer(layer: Any) -> str | None:
     return None
 
 
-def why_not_mixer_inputs(layer: Any, mask: Tensor | None, options: dict) -> str | None:
-    """Return the reason if these arguments of a call keep the layer from running fused."""
+def why_not_mask(mask: Tensor | None) -> str | None:
+    """Return the reason if a call's mask keeps a layer with a mixer from running fused."""
     if mask is not None and mask.ndim != 2:
         return f"its attention_mask is {list(mask.shape)}, should be [batch, positions]"
-    return MIXERS[layer_form(layer).mixer_kind].why_not_options(options)
+    return None
 
 
 def why_slow(layer: Any) -> dict[str, str]:
@@ -106,7 +145,7 @@ def run_mixer_layer(
     """Run the two functions, and the mixer between them."""
     mixer, kind = mixer_of(layer), MIXERS[layer_form(layer).mixer_kind]
     say_left(layer, why_slow(layer))
-    ends = kind.ends(mixer)
+    ends = kind.ends(mixer, options.get("seq_idx"))
     before = 2 * len(frozen.qkv.out_features)  # A and B of each in-projection
     *inputs, gate, residual = BeforeMixer.apply(hidden, mask, *trained[:before], ends, frozen)
     found = kind.run(mixer, *inputs, **options).to(gate.dtype)

@@ -35,3 +35,13 @@ def reason_of(read: Callable, *inputs: Any) -> str | None:
     """Return the reason if this read refuses."""
     _, reason = attempt(read, *inputs)
     return reason or None
+
+
+def refuse_documents(mixer: Any, reason: str | None) -> None:
+    """Raise ValueError if there is a reason why a mixer would mix the documents of a row: a warning
+    would not make its result right."""
+    if reason is not None:
+        raise ValueError(
+            f"a {type(mixer).__name__} would mix the documents of its packed rows: {reason}; mend "
+            "that, or train on rows that are not packed"
+        )

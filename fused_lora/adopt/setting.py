@@ -7,22 +7,22 @@ from torch import nn
 
 from .aside import keep_reported, share_told
 from .borders import Border
-from .documents import DECODER, decoder_forward, decoders
+from .documents import DOCUMENTS, decoder_forward, decoders
 from .foreign.forwards import (
     HeadTaker,
     fused_parts_of,
+    has_own_forward,
     remove_taker,
     why_not_own_forward,
 )
 from .foreign.parallel import let_shard
 from .four_bit.parts import memories_of, share_memories
 from .layer import BorderedForward, borders_of, give_borders
+from .mixer_layer import mixers
 from .own_memory import leave_buffers
 from .report import PARTS_SET
 from .site import FusedForward, Site
 from .switches import BORDERS, SWITCHES, switches_for
-
-IN_LAYERS = {"mlp", "attention", "rope", "rms_norm", "layer"}
 
 
 def running_in(model: nn.Module) -> set[str]:
@@ -41,9 +41,12 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
         module.forward = owner.forward
         setattr(module, PARTS_SET, parts)
     running = running_in(model)
+    for mixer, kind_of_mixer in mixers(model) if running else ():
+        if has_own_forward(mixer):
+            mixer.forward = FusedForward(kind_of_mixer.forward, mixer, DOCUMENTS).forward
     for _, decoder in decoders(model):
-        if running & IN_LAYERS and why_not_own_forward(decoder) is None:
-            decoder.forward = FusedForward(decoder_forward, decoder, DECODER).forward
+        if running and why_not_own_forward(decoder) is None:
+            decoder.forward = FusedForward(decoder_forward, decoder, DOCUMENTS).forward
     for part in running & SWITCHES.keys():
         for name, module, site in SWITCHES[part].candidates(model):
             if site.why_not(model, name) is None and (left := site.left(site.read(module))):

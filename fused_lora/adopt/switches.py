@@ -31,7 +31,7 @@ OUTPUT = Site(
 )  # fmt: skip
 DELTA_NET = Site(
     delta_net.delta_nets, delta_net.read_delta_net, delta_net.delta_net_forward,
-    units=lambda net: set(delta_net.IN_PROJECTIONS), left=lambda read: read.left,
+    units=lambda net: set(delta_net.in_projections(net)), left=lambda read: read.left,
     why_not_there=why_not_norms,
 )  # fmt: skip
 LONE_PROJECTION = OUTPUT._replace(candidates=attention.lone_projections)

@@ -31,6 +31,19 @@ def documents_of(position_ids: Tensor) -> Tensor:
     return torch.stack([firsts, ends], 1)[:, None]
 
 
+def seq_idx_of(documents: Tensor) -> Tensor:
+    """Return the first position of each token's document, as its number, [batch, positions]."""
+    return documents[:, 0, 0]
+
+
+def begins_of(seq_idx: Tensor) -> Tensor:
+    """Return which tokens are the first of their document, [batch, positions]. seq_idx: a number
+    for each token's document, likewise."""
+    begins = torch.ones_like(seq_idx, dtype=torch.bool)
+    torch.ne(seq_idx[:, 1:], seq_idx[:, :-1], out=begins[:, 1:])
+    return begins
+
+
 def is_documents(mask: Tensor | None) -> bool:
     return mask is not None and mask.dtype == torch.int32
 

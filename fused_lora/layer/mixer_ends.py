@@ -11,13 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..causal_conv import causal_conv_backward, causal_conv_forward
+from ..causal_conv import Conv, causal_conv_backward, causal_conv_forward
 from ..gated_norm import gated_rms_norm_backward, gated_rms_norm_forward
+from ..kernels.documents import begins_of
+
+# A logarithm of a decay that leaves nothing: exp of it is 0 in fp32, below half the smallest number
+# (-104). A larger one would cost the differences of the sums of decays more digits.
+FORGETS = -110.0
 
 
-def decay_of(A_log: Tensor, a: Tensor, dt_bias: Tensor) -> Tensor:
-    """Return the logarithm of a gated delta net's decay, in fp32."""
-    return -A_log.float().exp() * F.softplus(a.float() + dt_bias)
+def decay_of(A_log: Tensor, a: Tensor, dt_bias: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+    """Return the logarithm of a gated delta net's decay, [batch, positions, heads] in fp32.
+
+    seq_idx: each token's document, [batch, positions]. At its first token the recurrence forgets
+    everything, so no library has to know of documents, and a CUDA graph replays any of them.
+    """
+    decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias)
+    if seq_idx is None:
+        return decay
+    return decay.masked_fill(begins_of(seq_idx)[..., None], FORGETS)
 
 
 class DeltaNetEnds(NamedTuple):
@@ -26,7 +38,8 @@ class DeltaNetEnds(NamedTuple):
 
         q, k, v     = silu(conv([q | k | v]))               one pass (`causal_conv.py`)
         beta        = sigmoid(b)
-        decay       = -exp(A_log) softplus(a + dt_bias)     in fp32
+        decay       = -exp(A_log) softplus(a + dt_bias)     in fp32; of no effect and no gradient
+                                                            at a document's first token
         y           = norm(found) silu(z)                   one pass (`gated_norm.py`)
 
     The mixer is the recurrence of q, k, v, beta and decay. Its result, `found`, is [batch,
@@ -40,11 +53,17 @@ class DeltaNetEnds(NamedTuple):
     norm_weight: Tensor  # [head_dim]
     norm_eps: float
     sizes: tuple[int, int, int]  # features of q, k and v
+    seq_idx: Tensor | None  # [batch, positions], each token's document
+
+    @property
+    def conv(self) -> Conv:
+        return Conv(self.sizes, seq_idx=self.seq_idx)
 
     def enter(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mixed, z, b, a = parts
-        q, k, v = causal_conv_forward(mixed, self.conv_weight, self.conv_bias, self.sizes)
-        return q, k, v, b.sigmoid(), decay_of(self.A_log, a, self.dt_bias), z
+        q, k, v = causal_conv_forward(mixed, self.conv_weight, self.conv_bias, self.conv)
+        decay = decay_of(self.A_log, a, self.dt_bias, self.seq_idx)
+        return q, k, v, b.sigmoid(), decay, z
 
     def enter_backward(
         self, grads: Sequence[Tensor], parts: Sequence[Tensor], grad_parts: Sequence[Tensor]
@@ -53,7 +72,7 @@ class DeltaNetEnds(NamedTuple):
         mixed, _, b, a = parts
         in_mixed, in_z, in_b, in_a = grad_parts
         causal_conv_backward(
-            tuple(grad_qkv), mixed, self.conv_weight, self.conv_bias, in_mixed.flatten(0, 1),
+            grad_qkv, mixed, self.conv_weight, self.conv_bias, self.conv, in_mixed.flatten(0, 1),
             need_weights=False,
         )  # fmt: skip
         in_z.copy_(grad_z)
@@ -61,6 +80,8 @@ class DeltaNetEnds(NamedTuple):
         in_b.copy_(grad_beta * beta * (1.0 - beta))
         slope = -self.A_log.float().exp() * (a.float() + self.dt_bias).sigmoid()
         in_a.copy_(grad_decay * slope)
+        if self.seq_idx is not None:
+            in_a.masked_fill_(begins_of(self.seq_idx)[..., None], 0.0)
 
     def leave(self, found: Tensor, gate: Tensor, y: Tensor) -> Tensor | None:
         by_head = y.view(-1, *found.shape[2:])

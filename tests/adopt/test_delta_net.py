@@ -47,14 +47,6 @@ def step(model, **inputs):
     return values_of(model, model(input_ids=tokens, labels=tokens, **inputs).loss)
 
 
-def step_or_error(model, **inputs):
-    """Return the error with which transformers from 5.24 on refuses documents without fla."""
-    try:
-        return step(model, **inputs)
-    except ValueError as error:
-        return str(error)
-
-
 def functions_in_net(functions):
     """Leave out the functions of the layer with attention: its q, k and v, and its o."""
     found = {name: functions.get(name, 0) for name in FUSED}
@@ -150,31 +142,6 @@ def test_so_is_the_bias_of_an_adapter(family, device):
     fused, plain, done = pair(device, fusion=WHOLE, family=family, lora_bias=True)
     assert "an adapter has a bias" in done.left[LAYER]
     assert_close(step(fused), step(plain), 2e-4)
-
-
-def test_documents_keep_a_layer_from_running_whole(device):
-    fused, plain, _ = pair(device, fusion=WHOLE)
-    inputs = {"cu_seq_lens_q": torch.tensor([0, 3, 6], device=device)}
-    with pytest.warns(match="its rows hold documents"):
-        got = step_or_error(fused, **inputs)
-    want = step_or_error(plain, **inputs)
-    if isinstance(want, str):
-        assert got == want
-    else:
-        assert got.functions["LoRA_Group"] == 1 and "BeforeMixer" not in got.functions
-        assert_close(got, want, 2e-4)
-
-
-def test_a_convolution_is_given_its_documents(device):
-    """That of transformers from 5.24 on refuses them. Before, it mixed them."""
-    fused, plain, _ = pair(device, fusion=WHOLE, family="LFM2")
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2, dtype=torch.int32, device=device)
-    got, want = (step_or_error(model, seq_idx=documents) for model in (fused, plain))
-    if isinstance(want, str):
-        assert got == want
-    else:
-        assert got.functions["BeforeMixer"] == 1
-        assert_close(got, want, 2e-4)
 
 
 @pytest.mark.slow("full-Qwen3.5", "offload-LFM2")
@@ -292,5 +259,3 @@ def test_where_fla_refuses_this_triton_transformers_own_runs_and_the_report_says
         assert report(fused).left == {f"{NET}.recurrence": delta_rule.REFUSES_TRITON}
         with pytest.warns(match="flash-linear-attention refuses Triton"):
             assert_close(step(fused), want, 2e-4)
-        with pytest.raises(RuntimeError, match="incorrect"):  # its own would mix documents
-            step(fused, cu_seq_lens_q=torch.tensor([0, 3, 6], device=device))

@@ -198,17 +198,21 @@ def test_a_routers_loss_that_one_call_asks_for_is_added(device):
     assert relative_error(got.loss, plain(**inputs).loss) > 1e-4
 
 
-def test_packed_rows_of_granite_4_see_each_other_as_in_transformers(device):
-    """It gives its masks no positions. Without Mamba, our kernels could separate documents."""
+def test_packed_rows_of_granite_4_are_refused_with_mamba_and_right_without(device):
+    """In transformers they see each other: it gives its masks no positions, and Mamba none."""
+    tokens, places = ids(device)[:1, :6], torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
+    fused, _, _ = pair("Granite 4, hybrid", device)
+    with pytest.raises(ValueError, match="MambaLayer would mix the documents of its packed rows"):
+        fused(tokens, position_ids=places)
     family = FAMILIES["Granite 4, hybrid"]
     config = {"layer_types": ["full_attention"] * 2, "num_local_experts": 0, "head_dim": 32}
     plain = replace(family, config=family.config | config).peft_model(device, torch.bfloat16)
     fused = copy.deepcopy(plain)
     assert not fuse(fused, Fusion(**ALL)).left
-    packed = ids(device)[:1, :6], torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
     with torch.no_grad():
-        logits = [model(packed[0], position_ids=packed[1]).logits for model in (fused, plain)]
-    assert relative_error(*logits) < 0.05
+        got = fused(tokens, position_ids=places).logits
+        alone = [plain(row).logits for row in tokens.view(2, 1, 3)]
+    assert relative_error(got, torch.cat(alone, 1)) < 0.05
 
 
 @pytest.mark.parametrize("name", [

@@ -8,7 +8,8 @@ import torch
 from cases.families_case import FAMILIES
 from cases.fused_case import ALL
 from cases.peft_models import ATTENTION, ids
-from test_fuse_documents import assert_trained_as, padded, step
+from test_fuse_documents import assert_trained_as, documents, one_by_one, padded, step
+from transformers import DataCollatorWithFlattening
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fused_lora import Fusion, fuse
@@ -90,13 +91,17 @@ def test_a_mask_of_ones_is_none(device):
     assert_trained_as(got, plain, masked(device))
 
 
-def test_packed_rows_see_each_other_as_in_transformers(device):
-    """Its masks get no positions."""
+def test_packed_documents_train_as_they_do_alone(device):
+    """In transformers they see each other: its masks get no positions. Where attention does not
+    run fused they would, and the call is refused."""
     fused, plain = pair(device, **ALONE)
-    batch = whole_rows(device) | {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]] * 2)}
+    batch = DataCollatorWithFlattening()(documents(device))
     got = step(fused, batch)
     assert got.functions["LoRA_Attention"] == 2
-    assert_trained_as(got, plain, batch)
+    assert_trained_as(got, plain, *one_by_one())
+    hook(fused)
+    with pytest.raises(ValueError, match=r"mix the documents .* not all attention runs fused"):
+        step(fused, batch)
 
 
 def test_a_routers_loss_is_added(device):

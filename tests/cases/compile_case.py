@@ -111,10 +111,12 @@ def launch_parts():
         gated_norm.gated_rms_norm_backward(x, x, x, weight, rstd, trained)
     sizes = 2 * HEAD_DIM, 2 * HEAD_DIM, 4 * HEAD_DIM
     mixed, taps = empty(BATCH, POSITIONS, sum(sizes)), empty(sum(sizes), 4)
-    grads = causal_conv.causal_conv_forward(mixed, taps, None, sizes)
-    for trained in (False, True):
-        grad = mixed.view(TOKENS, -1)
-        causal_conv.causal_conv_backward(grads, mixed, taps, None, grad, trained)
+    packed = empty(BATCH, POSITIONS, dtype=torch.int32)
+    for conv in (causal_conv.Conv(sizes), causal_conv.Conv((sum(sizes),), False, packed)):
+        grads = causal_conv.causal_conv_forward(mixed, taps, None, conv)
+        for trained in (False, True):
+            grad = mixed.view(TOKENS, -1)
+            causal_conv.causal_conv_backward(grads, mixed, taps, None, conv, grad, trained)
     q, k = (empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS))
     cos = empty(1, POSITIONS, HEAD_DIM)
     rope.rope(q, k, cos, cos)

@@ -211,7 +211,7 @@ LFM2_PARTS = {
                            "1:self_attn.k_layernorm")},
     "last_norm": "embedding_norm",
     "functions": {"LoRA_Attention": 1, "LoRA_W": 2},
-    "in_layers": AROUND_A_MIXER,
+    "in_layers": AROUND_A_MIXER | {"CausalConv": 1},
 }  # fmt: skip
 GEMMA_4 = {
     "final_logit_softcapping": 2.0,
@@ -307,14 +307,10 @@ FAMILIES = {
         }, left=slow_parts("model"),
     ),
     "Qwen3-Next": Family(
-        "Qwen3Next", TOP_2 | QWEN_3_5, lora=EXPERTS,
-        fused=QWEN_3_5_PARTS["fused"] | {
-            "mlp": ("mlp.shared_expert", "mlp.experts"),
-            "attention": ("0:linear_attn.in_proj_qkvz", "0:linear_attn.in_proj_ba",
-                          "0:linear_attn.out_proj", "1:self_attn", "1:self_attn.o_proj"),
-        },
-        functions={"LoRA_QKV": 1, "LoRA_W": 4, "RoPE": 1},
-        not_whole="Qwen3NextDecoderLayer is not a layer class",
+        "Qwen3Next", TOP_2 | QWEN_3_5, lora=EXPERTS, **QWEN_3_5_PARTS | {
+            "fused": QWEN_3_5_PARTS["fused"] | {"mlp": ("mlp.shared_expert", "mlp.experts")},
+            "not_whole": "Qwen3NextDecoderLayer is not a layer class",
+        }, left=slow_parts("model"),
     ),
     "ERNIE 4.5, mixture": Family(
         "Ernie4_5_Moe",

@@ -16,6 +16,7 @@ from cases import (
 from cases.reference import ADAPTER_NAMES, random
 from torch import Tensor
 
+from fused_lora.causal_conv import Conv
 from fused_lora.kernels.routed_rows import SWIGLU
 from fused_lora.lora_group import FrozenGroup
 from fused_lora.rms_norm import rms_norm
@@ -169,14 +170,22 @@ def make_gated_norm(shape, *, dtype, device, gate_dtype=None):
     return Case({"x": x} | options, gradients[:1])
 
 
-def make_causal_conv(shape, *, dtype, device, taps=4):
-    """q and k have as many channels, v the others."""
+def make_causal_conv(shape, *, dtype, device, taps=4, outputs=3, is_packed=False):
+    """q and k have as many channels, v the others. outputs: 1 is a convolution without SiLU.
+    is_packed: each row holds documents of 1, 2, 3 ... tokens."""
     options = {"dtype": dtype, "device": device}
     channels = shape[-1]
     sizes = channels // 4, channels // 4, channels - 2 * (channels // 4)
+    if outputs == 1:
+        sizes = (channels,)
+    seq_idx = None
+    if is_packed:
+        place = torch.arange(shape[-2], device=device)
+        seq_idx = ((8 * place + 1).sqrt() - 1).div(2).int().expand(shape[:-1]).contiguous()
+    conv = Conv(sizes, has_silu=outputs == 3, seq_idx=seq_idx)
     weight = random(channels, taps, seed=1, scale=taps**-0.5, **options)
     bias = random(channels, seed=2, scale=0.5, **options)
-    inputs = {"x": random(*shape, **options), "weight": weight, "bias": bias, "sizes": sizes}
+    inputs = {"x": random(*shape, **options), "weight": weight, "bias": bias, "conv": conv}
     gradients = [random(*shape[:-1], one, seed=3 + i, **options) for i, one in enumerate(sizes)]
     return Case(inputs, gradients)
 

@@ -1,10 +1,10 @@
-"""The causal convolution in front of a gated delta net, where `test_contract.py` does not look."""
+"""The causal convolution of a mixer, where `test_contract.py` does not look."""
 
 import pytest
 import torch
 from contract import OPERATIONS, assert_right
 
-from fused_lora.causal_conv import causal_conv
+from fused_lora.causal_conv import Conv, causal_conv
 
 CONV = OPERATIONS["causal_conv"]
 
@@ -12,8 +12,12 @@ CONV = OPERATIONS["causal_conv"]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sizes": (2, 2, 8)}, r"x is \[2, 5, 11\], should be \[\.\.\., positions, 12\]"),
-        ({"sizes": (0, 2, 9)}, "sizes are .* should be 1 or more each"),
+        ({"conv": Conv((2, 2, 8))}, r"x is \[2, 5, 11\], should be \[\.\.\., positions, 12\]"),
+        ({"conv": Conv((0, 2, 9))}, "sizes are .* should be one to three, 1 or more each"),
+        (
+            {"conv": Conv((11,), seq_idx=torch.zeros(2, 5))},
+            r"seq_idx is \[2, 5\] torch.float32, should be contiguous \[2, 5\] torch.int32",
+        ),
         ({"weight": torch.ones(11, 9)}, r"weight is \[11, 9\], should be \[11, 1 to 8\]"),
         ({"weight": torch.ones(10, 4)}, r"weight is \[10, 4\], should be \[11, 1 to 8\]"),
         ({"bias": torch.ones(10)}, r"bias is \[10\], should be \[11\]"),

@@ -1,0 +1,112 @@
+"""Packed rows in models whose layers have a recurrence or a short convolution in place of
+attention, against vanilla PEFT on one document at a time."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from cases.families_case import FAMILIES
+from cases.fused_case import ALL, assert_close
+from cases.graph_case import EagerStep, adamw, captured, graphed
+from test_fuse_documents import LENGTHS, assert_trained_as, documents, on, one_by_one, step
+from transformers import DataCollatorWithFlattening
+
+from fused_lora import FilledRows, Fusion, fill_row, fuse
+from fused_lora.adopt.mixer_layer import mixers
+from fused_lora.step.graph import EAGER_CALLS
+
+NAMES = "Qwen3.5", "Qwen3.5-MoE", "Qwen3-Next", "LFM2", "LFM2-MoE"
+PARTS = Fusion(**ALL)
+WHOLE = Fusion(**ALL, layer=True)
+FUSIONS = {
+    "parts": PARTS,
+    "whole": WHOLE,
+    "again": Fusion(**ALL, layer=True, checkpoint="full"),
+    "MLP alone": Fusion(mlp=True),
+}
+
+
+def pair(name, device, fusion=PARTS, **config):
+    """Return models whose heads have a size that attention's kernels for documents take."""
+    family = FAMILIES[name]
+    sizes = {"head_dim": 32, "hidden_size": 64, "attn_implementation": "sdpa"}
+    family = replace(family, config=family.config | sizes | config)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a GPU has no kernels for fp32
+    plain = family.peft_model(device, dtype).train()
+    fused = copy.deepcopy(plain)
+    fuse(fused, fusion, strict=False)
+    return fused, plain
+
+
+def given(how, seed=3):
+    """Return a batch whose documents a trainer's collator tells in this way."""
+    options = {"return_flash_attn_kwargs": how != "positions", "return_seq_idx": how == "all"}
+    batch = DataCollatorWithFlattening(**options)(documents("cpu", seed))
+    assert ("cu_seq_lens_q" in batch, "seq_idx" in batch) == (how != "positions", how == "all")
+    if how == "bounds":
+        del batch["position_ids"]
+    if how == "filled":
+        batch = FilledRows(24)(documents("cpu", seed))
+    return batch
+
+
+@pytest.mark.slow(
+    "positions-parts-Qwen3.5", "all-whole-Qwen3.5", "filled-again-LFM2", "bounds-parts-LFM2-MoE",
+    "positions-MLP alone-Qwen3-Next", "filled-parts-Qwen3.5-MoE",
+)  # fmt: skip
+@pytest.mark.thinned
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("how", ["positions", "bounds", "all", "filled"])
+def test_each_document_trains_as_it_does_alone(how, fusion, name, device):
+    fused, plain = pair(name, device, FUSIONS[fusion])
+    got = step(fused, given(how))
+    if device == "cuda":
+        assert_trained_as(got, plain, *one_by_one())
+    else:  # sums of decays have fewer digits where the recurrence forgets
+        assert_close(got, step(plain, *one_by_one()), 2e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_gradient_reaches_another_document(name, device):
+    """Only rounding in the recurrence's sums of decays does."""
+    fused, _ = pair(name, device, WHOLE)
+    seen = []
+    fused.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: seen.append(output.requires_grad_()) or output
+    )
+    batch = on(fused, given("positions"))
+    first = sum(LENGTHS[:2])  # of the third document, which alone has labels
+    batch["labels"][:, :first] = batch["labels"][:, first + LENGTHS[2] :] = -100
+    (grad,) = torch.autograd.grad(fused(**batch).loss, seen[-1])
+    is_own = torch.zeros(sum(LENGTHS), dtype=torch.bool, device=device)
+    is_own[first : first + LENGTHS[2]] = True
+    own, others = (torch.linalg.vector_norm(grad[0, which]) for which in (is_own, ~is_own))
+    assert others <= (0 if "LFM2" in name else 1e-7 * own)
+
+
+@pytest.mark.slow("Qwen3.5-MoE", "LFM2-MoE")
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_takes_rows_of_any_documents(name, device):
+    fused, _ = pair(name, device, WHOLE)
+    eager = EagerStep(twin := copy.deepcopy(fused), adamw(twin))
+    replayed = graphed(fused, adamw(fused))
+    for seed in range(EAGER_CALLS + 3):
+        rows = fill_row(given("positions", seed), 24)
+        torch.testing.assert_close(replayed(**rows), eager(**rows), rtol=1e-5, atol=0)
+    assert captured(replayed) == 1
+
+
+def hook_a_convolution(mixer):
+    mixer.get_submodule("conv" if hasattr(mixer, "conv") else "conv1d").register_forward_hook(
+        lambda *_: None
+    )
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", "LFM2"])
+def test_a_mixer_that_would_mix_them_is_an_error(name, device):
+    fused, _ = pair(name, device, WHOLE)
+    hook_a_convolution(next(mixer for mixer, _ in mixers(fused)))
+    with pytest.raises(ValueError, match=r"mix the documents of its packed rows: conv.* hooks"):
+        step(fused, given("positions"))
