@@ -15,7 +15,7 @@ from bench.option_checks import check_options
 from bench.options import fill_in, variants_of
 from bench.records import Run
 from bench.run_folder import command_beside, run_folder
-from bench.weights import Source, check_architecture, projections, read_config, resolve
+from bench.weights import Source, check_architecture, check_documents, projections, read_config, resolve
 from variants import TARGETS, Lora
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
             check_architecture(source, plan.lora.targets)
             check_writable("--cache", plan.cache)
         check_lengths(plan)
+        if plan.documents:
+            check_documents(source)
         rehearsal = plan.device == "cpu"
         fresh = store.new_run(
             recorded(argv), machine.environment(), planned_experiment(plan), rehearsal

@@ -155,6 +155,18 @@ def check_architecture(source: Source, targets: tuple[str, ...]) -> None:
         raise _untrainable(source, problem)
 
 
+def check_documents(source: Source) -> None:
+    """Raise ValueError if vanilla PEFT would mix the documents of a row: in a convolution along the
+    row, as all of transformers' recurrences and LFM2 have."""
+    from torch.nn import Conv1d
+
+    if any(isinstance(module, Conv1d) for module in _without_weights(source).modules()):
+        raise ValueError(
+            f"--documents: {source.name} has convolutions along a row, in which vanilla PEFT mixes "
+            "its documents, so there is nothing to compare with; give rows without --documents"
+        )
+
+
 def _untrainable(source: Source, reason: str) -> ValueError:
     return ValueError(
         f"--model {source.name}: cannot be trained here ({reason}); give a causal decoder in bf16, "

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases.families_case import FAMILIES
 from cases.fused_case import ALL, assert_close
 from cases.graph_case import EagerStep, adamw, captured, graphed
-from test_fuse_documents import LENGTHS, assert_trained_as, documents, on, one_by_one, step
+from test_fuse_documents import LENGTHS, assert_trained_as, documents, on, one_by_one, padded, step
 from transformers import DataCollatorWithFlattening
 
 from fused_lora import FilledRows, Fusion, fill_row, fuse
@@ -39,6 +40,16 @@ def pair(name, device, fusion=PARTS, **config):
     return fused, plain
 
 
+def check(fused, plain, batch, *wanted):
+    """Check that a batch trains as vanilla PEFT does on the wanted ones. In fp32, sums of decays
+    have fewer digits where the recurrence forgets."""
+    got = step(fused, batch)
+    if plain.dtype == torch.float32:
+        assert_close(got, step(plain, *wanted), 2e-4)
+    else:
+        assert_trained_as(got, plain, *wanted)
+
+
 def given(how, seed=3):
     """Return a batch whose documents a trainer's collator tells in this way."""
     options = {"return_flash_attn_kwargs": how != "positions", "return_seq_idx": how == "all"}
@@ -61,11 +72,7 @@ def given(how, seed=3):
 @pytest.mark.parametrize("how", ["positions", "bounds", "all", "filled"])
 def test_each_document_trains_as_it_does_alone(how, fusion, name, device):
     fused, plain = pair(name, device, FUSIONS[fusion])
-    got = step(fused, given(how))
-    if device == "cuda":
-        assert_trained_as(got, plain, *one_by_one())
-    else:  # sums of decays have fewer digits where the recurrence forgets
-        assert_close(got, step(plain, *one_by_one()), 2e-4)
+    check(fused, plain, given(how), *one_by_one())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,6 +103,17 @@ def test_one_graph_takes_rows_of_any_documents(name, device):
         rows = fill_row(given("positions", seed), 24)
         torch.testing.assert_close(replayed(**rows), eager(**rows), rtol=1e-5, atol=0)
     assert captured(replayed) == 1
+
+
+@pytest.mark.slow("left-Qwen3.5", "right-LFM2-MoE")
+@pytest.mark.parametrize("name", ["Qwen3.5", "LFM2", "LFM2-MoE"])  # the others' gate keeps it
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_train_as_they_do_and_without_their_padding(side, name, device, monkeypatch):
+    fused, plain = pair(name, device, WHOLE)
+    seen, embed = [], F.embedding
+    monkeypatch.setattr(F, "embedding", lambda ids, *a: seen.append(ids.shape) or embed(ids, *a))
+    check(fused, plain, padded(side, device), padded(side, device))
+    assert seen == [(1, sum(LENGTHS)), (len(LENGTHS), max(LENGTHS))]
 
 
 def hook_a_convolution(mixer):

@@ -186,6 +186,15 @@ def test_a_file_that_is_no_model_we_train_says_why(capsys, tmp_path, late, confi
     assert words in bad(capsys, tmp_path / "out", *arguments)
 
 
+def test_documents_of_a_model_in_which_plain_peft_mixes_them(capsys, tmp_path):
+    model = tmp_path / "lfm2.json"
+    kinds = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    model.write_text(json.dumps(TINY | kinds | {"model_type": "lfm2", "num_hidden_layers": 2}))
+    arguments = ("--model", str(model), "--cache", str(tmp_path / "cache"), "--device", "cpu")
+    said = bad(capsys, tmp_path / "out", *arguments, "--documents", "--quick")
+    assert "in which vanilla PEFT mixes its documents" in said
+
+
 def test_an_output_folder_that_cannot_be_written(capsys, tmp_path):
     file = tmp_path / "file"
     file.write_text("a file, not a folder")
