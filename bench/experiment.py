@@ -97,7 +97,7 @@ def say_unavailable(plan: Plan, todo: Cells) -> None:
     """Say once what cannot run here, and why."""
     titles: dict[str, list[str]] = {}
     for variant in dict.fromkeys(variant for _, variant, _ in todo):
-        if reason := why_unavailable(variant, plan.device, plan.base):
+        if reason := why_unavailable(variant, plan.device, plan.base, plan.lora.targets):
             titles.setdefault(reason, []).append(title_of(variant))
     for reason, those in titles.items():
         console.print(escape(f"{', '.join(those)}: {reason}."), soft_wrap=True)
