@@ -1,6 +1,7 @@
 """Every variant as one record: its name, its look, how it is built. Imports no torch."""
 
 import importlib.util
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -9,8 +10,9 @@ import msgspec
 FUSED_PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
 # The same with each decoder layer as one function. `rms_norm` then fuses the last norm alone.
 WHOLE_LAYERS = ("layer", "rms_norm", "cross_entropy", "checkpoint")
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_TARGETS)
+TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS)
 Base = Literal["bf16", "nf4"]  # weights; nf4 as QLoRA has it: double quantisation, bf16 compute
 BF16, NF4 = BASES = get_args(Base)
 
@@ -284,6 +286,19 @@ SUITES["published"] = [
         for id in ("full_unsloth", "fused_all", "fused_layer", "fused_layer_graph")
     ),
 ]
+
+
+def unadapted_projections(variant: str, targets: Collection[str]) -> tuple[str, ...]:
+    """Return the projections that a variant is about, if all adapters are elsewhere, else ().
+
+    It would time them without LoRA, under its usual name.
+    """
+    sides = {"mlp": (MLP_TARGETS, ATTENTION_TARGETS), "attention": (ATTENTION_TARGETS, MLP_TARGETS)}
+    for part, (own, elsewhere) in sides.items():
+        is_about_it = variant_of(variant).plain_id in (ALONE[part], ALL_BUT[part])
+        if is_about_it and set(targets) <= set(elsewhere):
+            return own
+    return ()
 
 
 def current_id(id: str) -> str:

@@ -27,6 +27,8 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
     if todo:
         run.finished_utc = None
     say_unavailable(plan, todo)
+    if todo:
+        say_repeated(plan)
     if todo and sys.dont_write_bytecode:
         console.print("PYTHONDONTWRITEBYTECODE is set: if processes start slowly, unset it.")
 
@@ -95,10 +97,20 @@ def say_unavailable(plan: Plan, todo: Cells) -> None:
     """Say once what cannot run here, and why."""
     titles: dict[str, list[str]] = {}
     for variant in dict.fromkeys(variant for _, variant, _ in todo):
-        if reason := why_unavailable(variant, plan.device, plan.base):
+        if reason := why_unavailable(variant, plan.device, plan.base, plan.lora.targets):
             titles.setdefault(reason, []).append(title_of(variant))
     for reason, those in titles.items():
         console.print(escape(f"{', '.join(those)}: {reason}."), soft_wrap=True)
+
+
+def say_repeated(plan: Plan) -> None:
+    """Say once at which lengths there are too few chats for a round's steps."""
+    passes = {seq_len: plan.passes_over_data(seq_len) for seq_len in plan.seq_lens}
+    if often := [f"{n:.1f} times at {seq_len} tokens" for seq_len, n in passes.items() if n > 1]:
+        console.print(
+            f"Too few chats: a round's {plan.steps} steps use each {', '.join(often)}. Give more "
+            "with --data, or fewer --steps.", soft_wrap=True,
+        )  # fmt: skip
 
 
 def expected_time(plan: Plan) -> str:

@@ -1,11 +1,12 @@
 """Checks of the options. A wrong one is a ValueError of one line, before anything is done."""
 
 import argparse
+from collections.abc import Collection
 from difflib import get_close_matches
 from importlib.util import find_spec
 
 from bench.options import flag, why_unavailable
-from variants import BF16, NF4, RETIRED, VARIANTS, Base, current_id
+from variants import BF16, NF4, RETIRED, TARGETS, VARIANTS, Base, current_id, title_of
 
 LIMITS = {  # (smallest, largest)
     "seq_lens": (3, None),  # a token, one that attends to it, and the one that follows
@@ -59,7 +60,7 @@ def check_options(asked: argparse.Namespace) -> None:
         if asked.allow_shared_gpu:
             raise ValueError("--allow-shared-gpu: a rehearsal uses no GPU; leave it out")
     for name in asked.variants or ():
-        check_variant(current_id(name), asked.device, asked.base)
+        check_variant(current_id(name), asked.device, asked.base, asked.targets)
     if asked.base == NF4 and find_spec("bitsandbytes") is None:
         raise ValueError('--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"')
 
@@ -70,13 +71,22 @@ def _within(flag: str, value: int, least: int, most: int | None = None) -> None:
         raise ValueError(f"{flag} {value}: give {wanted}")
 
 
-def check_variant(name: str, device: str, base: Base = BF16) -> None:
+def check_variant(
+    name: str, device: str, base: Base = BF16, targets: Collection[str] = TARGETS
+) -> None:
     """Raise ValueError if a variant given by name cannot run."""
     if name in RETIRED:
         raise ValueError(f"--variants {name}: no longer measured; give {RETIRED[name].instead}")
     if name not in VARIANTS:
-        near = get_close_matches(name, VARIANTS, n=3)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        spelled = {_as_id(title_of(id)): id for id in VARIANTS} | {id: id for id in VARIANTS}
+        near = get_close_matches(_as_id(name), spelled, n=3, cutoff=0.45)
+        found = " or ".join(dict.fromkeys(spelled[one] for one in near))
+        hint = f"did you mean {found}? " if near else ""
         raise ValueError(f"--variants {name}: unknown; {hint}--help lists all {len(VARIANTS)}")
-    if reason := why_unavailable(name, device, base):
+    if reason := why_unavailable(name, device, base, targets):
         raise ValueError(f"--variants {name}: {reason}")
+
+
+def _as_id(name: str) -> str:
+    """Return a name as people may write it in the spelling of an id."""
+    return "_".join(name.lower().replace(",", "").replace("-", " ").split())

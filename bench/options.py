@@ -1,7 +1,7 @@
 """The command line: options and defaults. Imports nothing slow: errors come at once."""
 
 import argparse
-import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from variants import (
     current_id,
     missing_package,
     recipe_of,
+    unadapted_projections,
 )
 
 HERE = Path(__file__).resolve().parent.parent  # the checkout
@@ -93,7 +94,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     defaults: dict[str, Any] = {}
 
     def add(
-        flag: str, help: str, default: Any = None, to: Any = parser, alias: str = "", **options
+        flag: str, help: str, default: Any = None, *, to: Any, alias: str = "", **options
     ) -> None:
         name = flag[2:].replace("-", "_")
         defaults[name] = default
@@ -103,60 +104,8 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
             help += f" (default: {on_gpu}{other})"
         to.add_argument(*filter(None, (flag, alias)), help=help, **options)
 
-    which = parser.add_mutually_exclusive_group()
-    add("--suite",
-        "variants to compare: the experiment's four, every fused part alone and left out, the "
-        "strongest peers, the fastest of each, or all (default: experiment); published: --model "
-        "in a setting that others publish a speed for, with vanilla PEFT and Unsloth",
-        choices=SUITES, default="experiment", to=which)  # fmt: skip
-    add("--variants", "variants to compare instead, by name; the list is below", to=which,
-        nargs="+", metavar="NAME")  # fmt: skip
-    add("--seq-lens", "tokens per sequence", nargs="+", type=int, metavar="N")
-    add("--batch-size", "sequences per step", type=int, metavar="N")
-    add("--accumulate", "micro-batches of --batch-size per step", type=int, metavar="N")
-    add("--rank", "LoRA rank; alpha is twice it", type=int, metavar="N")
-    add("--targets", "projections to adapt (default: all seven of a layer)", nargs="+",
-        default=list(TARGETS), metavar="NAME")  # fmt: skip
-    add("--lora-dropout", "share of an adapter's inputs to drop (default: 0)", type=float,
-        default=0.0, metavar="P")  # fmt: skip
-    add("--steps", "timed steps per variant and length, over all rounds", type=int, metavar="N")
-    add("--rounds", "passes over all variants, in alternating order",
-        type=int, metavar="N")  # fmt: skip
-    add("--interleave",
-        "run the variants of a round side by side, this many timed steps of each at a time, at "
-        "every length where they fit on the GPU together; 0: one after the other",
-        type=int, metavar="STEPS", alias="--turns")  # fmt: skip
-    add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
-    add("--base",
-        "base weights in bf16, or in 4 bits as QLoRA has them (nf4): the experiment is then QLoRA "
-        "as PEFT, torch.compile and Unsloth have it, and whole layers (default: bf16)",
-        choices=BASES, default=BF16)  # fmt: skip
-    add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
-        choices=("on", "off"), default="on")  # fmt: skip
-    rows = parser.add_mutually_exclusive_group()
-    add("--padded", "pad one example a row instead of packing rows full", False,
-        action="store_true", to=rows)  # fmt: skip
-    add("--documents", "put whole chats into one row of batch size x tokens, each attending to "
-        "itself alone, instead of packing rows full", False,
-        action="store_true", to=rows)  # fmt: skip
-    add("--data", "chats: a JSON or parquet file, or a data set of the hub as ORGANISATION/NAME or "
-        "ORGANISATION/NAME:SPLIT (default: data/sft_train.jsonl)",
-        default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA")  # fmt: skip
-    add("--seed", "seed of weights, adapters and batches (default: 0)", type=int, default=0,
-        metavar="N")  # fmt: skip
-    add("--device", "where to run (default: the GPU if there is one)", choices=("cuda", "cpu"))
-    add("--out",
-        "folder for results.json and benchmark_results.png (default: runs/GPU-NAME, or rehearsal "
-        "without a GPU, followed by the options that are not defaults; with --plot-only, this "
-        "repository)",
-        type=Path, metavar="FOLDER")  # fmt: skip
-    add("--cache", "folder for base weights and chats (default: .cache)", type=Path,
-        default=HERE / ".cache", metavar="FOLDER")  # fmt: skip
-    add("--cell-timeout", "give up on a cell after this long without a word from it (default: 600)",
-        type=float, default=600.0, metavar="SECONDS")  # fmt: skip
-    add("--allow-shared-gpu", "measure even if other processes compute on the GPU", False,
-        action="store_true")  # fmt: skip
-    commands = parser.add_mutually_exclusive_group()
+    group = parser.add_argument_group
+    commands = group("instead of the experiment").add_mutually_exclusive_group()
     add("--quick",
         "a first answer: 64 and 512 tokens, 24 steps in 3 rounds, without the A/A twin, one "
         "process per variant for the whole run", False,
@@ -180,6 +129,68 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         "compare a results.json with an earlier one; measure nothing; exit code 1 if something is "
         "slower beyond noise", nargs=2, type=Path, to=commands,
         metavar=("OLD", "NEW"))  # fmt: skip
+    compared = group("what to compare").add_mutually_exclusive_group()
+    add("--suite",
+        "variants to compare: the experiment's four, every fused part alone and left out, the "
+        "strongest peers, the fastest of each, or all (default: experiment); published: --model "
+        "in a setting that others publish a speed for, with vanilla PEFT and Unsloth",
+        choices=SUITES, default="experiment", to=compared)  # fmt: skip
+    add("--variants", "variants to compare instead, by name; the list is below", to=compared,
+        nargs="+", metavar="NAME")  # fmt: skip
+    trained = group("the model and its adapters")
+    add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL", to=trained)
+    add("--base",
+        "base weights: bf16, or nf4 for QLoRA, by default with PEFT, torch.compile, Unsloth and "
+        "whole layers (default: bf16)",
+        choices=BASES, default=BF16, to=trained)  # fmt: skip
+    add("--rank", "LoRA rank; alpha is twice it", type=int, metavar="N", to=trained)
+    add("--targets", "projections to adapt (default: all seven of a layer)", nargs="+",
+        default=list(TARGETS), metavar="NAME", to=trained)  # fmt: skip
+    add("--lora-dropout", "share of an adapter's inputs to drop (default: 0)", type=float,
+        default=0.0, metavar="P", to=trained)  # fmt: skip
+    add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
+        choices=("on", "off"), default="on", to=trained)  # fmt: skip
+    data = group("the data and the batches")
+    add("--data",
+        "chats: a file of JSON lines, JSON or parquet, or a data set of the hub as "
+        "ORGANISATION/NAME or ORGANISATION/NAME:SPLIT; each row with messages, ShareGPT's "
+        "conversations, prompt and completion, or Alpaca's instruction and output (default: "
+        "data/sft_train.jsonl)",
+        default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA", to=data)  # fmt: skip
+    add("--seq-lens", "tokens per sequence", nargs="+", type=int, metavar="N", to=data)
+    add("--batch-size", "sequences per step", type=int, metavar="N", to=data)
+    add("--accumulate", "micro-batches of --batch-size per step", type=int, metavar="N", to=data)
+    rows = data.add_mutually_exclusive_group()
+    add("--padded", "pad one example a row instead of packing rows full", False,
+        action="store_true", to=rows)  # fmt: skip
+    add("--documents", "put whole chats into one row of batch size x tokens, each attending to "
+        "itself alone, instead of packing rows full", False,
+        action="store_true", to=rows)  # fmt: skip
+    measured = group("how to measure")
+    add("--steps", "timed steps per variant and length, over all rounds", type=int, metavar="N",
+        to=measured)  # fmt: skip
+    add("--rounds", "passes over all variants, in alternating order",
+        type=int, metavar="N", to=measured)  # fmt: skip
+    add("--interleave",
+        "run the variants of a round side by side, this many timed steps of each at a time, at "
+        "every length where they fit on the GPU together; 0: one after the other",
+        type=int, metavar="STEPS", alias="--turns", to=measured)  # fmt: skip
+    add("--seed", "seed of weights, adapters and batches (default: 0)", type=int, default=0,
+        metavar="N", to=measured)  # fmt: skip
+    add("--cell-timeout", "give up on a cell after this long without a word from it (default: 600)",
+        type=float, default=600.0, metavar="SECONDS", to=measured)  # fmt: skip
+    where = group("where")
+    add("--device", "where to run (default: the GPU if there is one)", choices=("cuda", "cpu"),
+        to=where)  # fmt: skip
+    add("--allow-shared-gpu", "measure even if other processes compute on the GPU", False,
+        action="store_true", to=where)  # fmt: skip
+    add("--out",
+        "folder for results.json and benchmark_results.png (default: runs/GPU-NAME, or rehearsal "
+        "without a GPU, followed by the options that are not defaults; with --plot-only, this "
+        "repository)",
+        type=Path, metavar="FOLDER", to=where)  # fmt: skip
+    add("--cache", "folder for base weights and chats (default: .cache)", type=Path,
+        default=HERE / ".cache", metavar="FOLDER", to=where)  # fmt: skip
 
     given = vars(parser.parse_args(argv))
     command = next((name for name in READS if name in given), "")
@@ -203,10 +214,10 @@ def _shown(value: Any) -> str:
 
 
 def list_of_variants() -> str:
-    names = " ".join(id for id, variant in VARIANTS.items() if variant.checkpoints)
-    lines = textwrap.wrap(names, 94, break_on_hyphens=False)
+    """Return every variant's name and title for the end of --help."""
+    listed = [f"{id:35}{variant.title}" for id, variant in VARIANTS.items() if variant.checkpoints]
     said = f"add {WITHOUT} to most of them to run without gradient checkpointing"
-    return "\n  ".join(["variants:", *lines, said])
+    return "\n  ".join(["variants:", *listed, said])
 
 
 def fill_in(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -265,9 +276,15 @@ def variants_of(asked: argparse.Namespace) -> tuple[str, ...]:
     return tuple(id for id in ids if not (asked.quick and id == AGAIN))
 
 
-def why_unavailable(variant: str, device: str, base: Base = BF16) -> str | None:
-    """Return the reason a variant cannot run on a device and a base, or None."""
+def why_unavailable(
+    variant: str, device: str, base: Base = BF16, targets: Collection[str] = TARGETS
+) -> str | None:
+    """Return the reason a variant cannot run on a device and a base, or with adapters on `targets`,
+    or None."""
     recipe = recipe_of(variant)
+    if wanted := unadapted_projections(variant, targets):
+        said = f"its projections would have no adapter under --targets {' '.join(targets)}"
+        return f"{said}; leave it out, or add one of {' '.join(wanted)}"
     if base == NF4 and (recipe.fp8 or recipe.base_dtype == "float32"):
         return "its base has another precision; leave it out, or leave out --base nf4"
     name = recipe.library.capitalize()

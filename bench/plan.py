@@ -10,7 +10,16 @@ import torch
 from msgspec.structs import replace
 
 import models
-from batches import IGNORED, Batch, load_tokenizer, make_batches, read_chats, sha256_of, tokenize
+from batches import (
+    IGNORED,
+    Batch,
+    load_tokenizer,
+    make_batches,
+    passes_over,
+    read_chats,
+    sha256_of,
+    tokenize,
+)
 from bench.published import PublishedSetting
 from bench.weights import Source
 from models import Built
@@ -74,7 +83,19 @@ class Plan:
 
     def timed_batches_of_all(self, seq_len: int) -> list[Batch]:
         """Return those of all GPUs, which take them in turn."""
-        return self.batches(seq_len, self.batch_size, self.steps * self.accumulate * self.gpus)
+        return self.batches(seq_len, self.batch_size, self._count)
+
+    def passes_over_data(self, seq_len: int) -> float:
+        """Return how often a round's timed steps go through the chats."""
+        tokenized = _tokenized(self.data, self.source.tokenizer)
+        return passes_over(
+            tokenized, seq_len, self.batch_size, self._count, self.padded, self.documents
+        )
+
+    @property
+    def _count(self) -> int:
+        """The number of micro-batches of a round, those of all GPUs."""
+        return self.steps * self.accumulate * self.gpus
 
     def trains_at(self, seq_len: int) -> bool:
         """Return True if batches of this length give every adapter a gradient.

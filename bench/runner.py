@@ -216,7 +216,8 @@ class Runner:
 
     def is_unavailable(self, variant: str, blocks: list[Block]) -> bool:
         """Return True if a variant cannot run here, and keep why. `say_unavailable` has said so."""
-        reason = why_unavailable(variant, self.plan.device, self.plan.base)
+        plan = self.plan
+        reason = why_unavailable(variant, plan.device, plan.base, plan.lora.targets)
         if reason is None:
             return False
         for round_number, seq_len in blocks:

@@ -9,6 +9,7 @@ model and prints
     a row of adopt/families.py
     a row of tests/cases/families_case.py
     a row of docs/support.md, as the tiny model answers
+    the tests to run with them
 
 Equal code is a strong hint, and no proof: read the forwards before you add the row. Its test
 compares losses and gradients with plain PEFT's.
@@ -19,27 +20,36 @@ import difflib
 import inspect
 import json
 import os
+import pprint
+import re
 import sys
 import textwrap
+from dataclasses import MISSING, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import transformers  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-os.environ["TRITON_INTERPRET"] = "1"  # `fuse` asks whether kernels can run; none does here
 
 from cases import families_case as cases  # noqa: E402
+from cases.fused_case import step  # noqa: E402
 
 from fused_lora import Fusion, fuse, unfuse  # noqa: E402
 from fused_lora.adopt import families, known  # noqa: E402
 
-PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "layer")
 ENDS = ("ForCausalLM", "ForConditionalGeneration")
 MOST_LINES = 24  # of a difference
+WIDTH = 76  # of a value in families_case.py
 
 
 class Found(NamedTuple):
@@ -180,18 +190,43 @@ def add(row: families.Family) -> None:
     known._form_of.cache_clear()
 
 
-def cells(model: Any) -> list[str]:
-    """Return how much of a model each part fuses, as docs/support.md says it."""
-    found = []
-    for part in PARTS:
-        try:
-            left = fuse(model, _only(part)).left
-        except ValueError:
-            found.append("–")
-        else:
-            unfuse(model)
-            found.append("some" if left else "fused")
-    return found
+def case_of(prefix: str, config: dict, model: Any) -> cases.Family:
+    """Return the row of tests/cases/families_case.py that this tiny model passes."""
+    done = fuse(model, _only(*cases.PARTS[:-1]), strict=False)
+    functions = step(model.train(), length=6).functions
+    unfuse(model)
+    start = "base_model.model.model."
+    fused, others = {}, {}
+    for part, usual in cases.USUAL.items():
+        found = [one.removeprefix(start) for one in done.fused.get(part, ())]
+        by_layer = [
+            [one.removeprefix(own) for one in found if one.startswith(own)]
+            for own in ("layers.0.", "layers.1.")
+        ]
+        both = [one for one in by_layer[0] if one in by_layer[1]]
+        own = [f"{n}:{one}" for n in (0, 1) for one in by_layer[n] if one not in both]
+        if sorted(both) != sorted(usual) or own:
+            fused[part] = (*both, *own)
+        others[part] = [one for one in found if not one.startswith("layers.")]
+    last_norm = others["rms_norm"].pop() if others["rms_norm"] else "norm"
+    row = cases.Family(
+        prefix, config, fused=fused, last_norm=last_norm, left=done.left,
+        others={part: tuple(f"model.{one}" for one in found) for part, found in others.items()
+                if found},
+        functions={one: functions[one] for one in cases.OF_ATTENTION if one in functions},
+    )  # fmt: skip
+    try:
+        left = fuse(model, Fusion(layer=True)).left
+    except ValueError as error:
+        why_not = str(error).removeprefix("fuse: layer=True fuses no module: ")
+        return replace(row, not_whole=why_not.removesuffix("; leave layer out"))
+    functions = step(model, length=6).functions
+    unfuse(model)
+    return replace(
+        row,
+        in_layers={} if functions == {"DecoderLayer": 2} else functions,
+        in_parts="".join(left[where] for where in left.keys() - row.left.keys()),
+    )
 
 
 def written(row: Any) -> str:
@@ -204,32 +239,27 @@ def written(row: Any) -> str:
     return f"{type(row).__name__}({', '.join(given)})"
 
 
-def case_of(name: str, prefix: str, config: dict, model: Any) -> str:
-    """Return a row of tests/cases/families_case.py."""
-    start = "base_model.model.model.layers."
-    done = fuse(model, _only(*PARTS[:-1]), strict=False)
-    unfuse(model)
-    fused = {}
-    for part, usual in cases.USUAL.items():
-        found = [one.removeprefix(start) for one in done.fused.get(part, ())]
-        by_layer = [[one[2:] for one in found if one.startswith(f"{n}.")] for n in (0, 1)]
-        both = [one for one in by_layer[0] if one in by_layer[1]]
-        own = [f"{n}:{one}" for n in (0, 1) for one in by_layer[n] if one not in both]
-        if sorted(both) != sorted(usual) or own:
-            fused[part] = (*both, *own)
-    why_not = ""
-    try:
-        fuse(model, Fusion(layer=True))
-        unfuse(model)
-    except ValueError as error:
-        why_not = str(error).removeprefix("fuse: layer=True fuses no module: ")
-        why_not = why_not.removesuffix("; leave layer out")
-    lines = [f'"{name}": Family(', f'    "{prefix}",']
-    lines += [f"    {config},"] if config else []
-    lines += [f"    fused={fused},"] if fused else []
-    lines += ["    left={", *(f'        "{k}": "{v}",' for k, v in done.left.items()), "    },"]
-    lines += [f'    not_whole="{why_not}",'] if why_not else []
-    return "\n".join([*lines, "),"])
+def written_case(name: str, row: cases.Family) -> str:
+    """Return a row of tests/cases/families_case.py, in lines that fit."""
+    lines = []
+    for each in fields(row)[1:]:
+        given = getattr(row, each.name)
+        usual = each.default if each.default_factory is MISSING else each.default_factory()
+        if each.name == "left" and given:
+            lines += ["left={", *(f'    "{k}":\n        "{first_words(v)}",'
+                                  for k, v in given.items()), "},"]  # fmt: skip
+        elif isinstance(given, str) and given != usual:
+            lines.append(f'{each.name}="{first_words(given)}",')
+        elif given != usual:
+            said = pprint.pformat(given, width=WIDTH, sort_dicts=False).replace("'", '"')
+            lines += f"{each.name}={said},".splitlines()
+    row_of = [f'"{name}": Family(', f'    "{row.classes}",']
+    return "\n".join([*row_of, *textwrap.indent("\n".join(lines), " " * 4).splitlines(), "),"])
+
+
+def first_words(reason: str) -> str:
+    """Return the beginning of a reason, which fits on a line: tests look for it in what is said."""
+    return textwrap.wrap(re.split(r", | \(", reason)[0], WIDTH)[0]
 
 
 def main(given: str) -> None:
@@ -254,19 +284,34 @@ def main(given: str) -> None:
         key: one for key, one in config.items()
         if key not in cases.TEXT and key not in ("architectures", "torch_dtype", "dtype")
     }  # fmt: skip
-    if "layer_types" in settings:
-        settings["layer_types"] = [*dict.fromkeys(settings["layer_types"])] * 2
-        settings["layer_types"] = settings["layer_types"][:2]
-    prefix = cls.__name__.removesuffix(ENDS[0])
-    print(f"\nadopt/families.py:\n\n    {written(row)},\n")
+    name = cls.__name__.removesuffix(ENDS[0])
+    said = textwrap.fill(
+        written(row).replace("'", '"') + ",", 100, initial_indent=" " * 4,
+        subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    print(f"\nadopt/families.py:\n\n{said}\n")
+    config_class: Any = cls.config_class  # type: ignore[attr-defined]
+    usual = config_class().to_dict() | settings
+    settings |= {key: 0.0 for key, one in usual.items() if key.endswith("dropout") and one}
+    kinds = [*dict.fromkeys(usual.get("layer_types") or ())]
+    if len(kinds) > 1 or "layer_types" in settings:
+        settings["layer_types"] = (kinds * 2)[:2]
     try:
-        model = cases.Family(prefix, settings).peft_model("cpu")
+        model = cases.Family(name, settings).peft_model(DEVICE)
+        case = case_of(name, settings, model)
     except Exception as error:
-        print(f"A tiny model of these sizes cannot be built ({error}): find the settings it needs.")
+        said = textwrap.shorten(f"A tiny model of these sizes does not run ({error}", 300)
+        print(f"{said}): find the settings it needs.")
         return
     print("tests/cases/families_case.py, to be checked:\n")
-    print(textwrap.indent(case_of(cls.__name__, prefix, settings, model), "    "))
-    print(f"\ndocs/support.md:\n\n| {prefix} | {' | '.join(cells(model))} |")
+    print(textwrap.indent(written_case(name, case), " " * 4))
+    outcomes = [cases.outcome(model, part) for part in cases.PARTS]
+    if set(outcomes) == {"fused"}:
+        print(f"\ndocs/support.md, in the line of families that fuse completely:\n\n · {name}")
+    else:
+        print(f"\ndocs/support.md:\n\n| {name} | {' | '.join(outcomes)} |")
+    files = "tests/adopt/test_families.py tests/adopt/test_support_table.py"
+    print(f'\nThen run:\n\npython -m pytest {files} -k "{name} or lines"')
 
 
 if __name__ == "__main__":

@@ -9,11 +9,16 @@ the rejected answer comes from another chat. Needs a GPU, like TRL's own loss.
 
 import argparse
 import gc
+import os
 import time
 from typing import Any
 
 try:
     import torch
+
+    ON_GPU = torch.cuda.is_available()
+    if not (ON_GPU or os.environ.get("TRITON_INTERPRET")):
+        argparse.ArgumentParser().exit(2, "TRL's loss needs an NVIDIA GPU, and none is visible\n")
     from datasets import Dataset, load_dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -22,8 +27,6 @@ try:
     from fused_lora import fuse, graph_steps
 except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[examples]"') from None
-
-ON_GPU = torch.cuda.is_available()
 
 
 def main() -> None:
@@ -62,7 +65,7 @@ def main() -> None:
             if state.global_step == asked.warm_up:  # libraries have loaded, kernels compiled
                 self.began = time.perf_counter()
 
-    def tokens_per_s(is_fused: bool) -> float:
+    def train(is_fused: bool) -> None:
         gc.collect()  # the model before this one
         dtype = torch.bfloat16 if ON_GPU else torch.float32
         model: Any = AutoModelForCausalLM.from_pretrained(asked.model, dtype=dtype)
@@ -72,18 +75,19 @@ def main() -> None:
             model, args=settings, train_dataset=Dataset.from_list(pairs), peft_config=lora,
             processing_class=tokenizer, callbacks=[clock],
         )  # fmt: skip
+        name = "vanilla PEFT"
         if is_fused:
-            print(fuse(trainer.model))  # what runs fused now, and why the rest does not
+            print(done := fuse(trainer.model))  # what runs fused now, and why the rest does not
+            name = "fused" if any(done.fused.values()) else "not fused"
             graph_steps(trainer)
         trainer.train()
         seconds = time.perf_counter() - clock.began
         trainer.save_model(asked.out)
-        return asked.steps * 2 * asked.batch_size * asked.tokens / seconds
+        tokens = asked.steps * 2 * asked.batch_size * asked.tokens
+        print(f"{name}: {tokens / seconds:,.0f} tokens/s")
 
-    plain = tokens_per_s(is_fused=False)
-    print(
-        f"vanilla PEFT: {plain:,.0f} tokens/s; fused: {tokens_per_s(is_fused=True):,.0f} tokens/s"
-    )
+    train(is_fused=False)
+    train(is_fused=True)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from fused_mlp.utils import (
     compute_dtype,
     input_gradient,
     refuse_second_derivative,
+    split_frozen,
     without_autocast,
 )
 
@@ -128,7 +129,7 @@ class LoRA_Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, cos, sin, mask, *operands):
-        *adapters, frozen = operands
+        adapters, frozen = split_frozen("LoRA_Attention", operands, FrozenAttention)
         _check(x, cos, sin, adapters, frozen)
         *layers, o = with_biases(
             "LoRA_Attention", (*QKV_PREFIXES, "o_"), (*frozen.qkv.layers, frozen.o), adapters[8:]

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_mlp.utils import split_frozen
+
 from .lora_linear import FrozenLinear, group_backward, group_forward
 
 
@@ -45,7 +47,7 @@ class LoRA_Group(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, *rest):
-        *trained, frozen = rest
+        trained, frozen = split_frozen("LoRA_Group", rest, FrozenGroup)
         ctx.write_again = frozen.write_again
         count = len(frozen.layers)
         prefixes = tuple(f"layer {i}'s " for i in range(count))

@@ -35,6 +35,7 @@ from fused_mlp.utils import (
     matmul_A,
     matmul_lora,
     refuse_second_derivative,
+    split_frozen,
     without_autocast,
 )
 
@@ -93,7 +94,7 @@ class LoRA_W(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, A, B, *rest):
-        *biases, frozen = rest
+        biases, frozen = split_frozen("LoRA_W", rest, FrozenLinear)
         ctx.write_again = frozen.write_again
         (output,) = group_forward(ctx, "LoRA_W", ("",), x, (A, B), biases, [frozen], frozen.seed)
         return output
@@ -174,7 +175,7 @@ class LoRA_QKV(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, q_A, q_B, k_A, k_B, v_A, v_B, *rest):
-        *biases, frozen = rest
+        biases, frozen = split_frozen("LoRA_QKV", rest, FrozenQKV)
         ctx.write_again = frozen.write_again
         adapters, layers = (q_A, q_B, k_A, k_B, v_A, v_B), frozen.layers
         return group_forward(

@@ -51,6 +51,7 @@ from .utils import (
     matmul_A,
     matmul_lora,
     refuse_second_derivative,
+    split_frozen,
     without_autocast,
 )
 
@@ -128,7 +129,7 @@ class LoRA_MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate_A, gate_B, up_A, up_B, down_A, down_B, *rest):
-        *biases, frozen = rest
+        biases, frozen = split_frozen("LoRA_MLP", rest, FrozenMLP)
         dtype = compute_dtype(x)
         _check(x, dtype, (gate_A, gate_B, up_A, up_B, down_A, down_B), biases, frozen)
         ctx.dtypes_of_biases = [None if one is None else one.dtype for one in biases]

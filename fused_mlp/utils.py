@@ -27,7 +27,7 @@ With dropout (`dropout.py`) each adapter has its own mask m, and therefore its o
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -283,6 +283,17 @@ def refuse_second_derivative(name: str, instead: str) -> None:
 
 
 # The checks raise ValueError in the name of the function that was called.
+
+
+def split_frozen(name: str, operands: tuple, kind: type) -> tuple[list[Any], Any]:
+    """Return the tensors in front of the frozen operands, and these, which a call ends with."""
+    *tensors, frozen = operands or (None,)
+    if not isinstance(frozen, kind):
+        given = "missing" if frozen is None else f"a {type(frozen).__name__}"
+        raise ValueError(
+            f"{name}: frozen is {given}, should be a {kind.__name__}: give it as the last operand"
+        )
+    return tensors, frozen
 
 
 def check_adapter(

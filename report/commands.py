@@ -183,23 +183,29 @@ def fits_only(gib: float, folder: Path) -> int:
 
 def summary_table(run: Run) -> Table:
     def speedup(row: SummaryRow) -> str:
-        noise = " (noise)" if row.verdict == NOISE else ""
-        return "" if run.rehearsal else number(row.speedup, 2) + noise
+        return number(row.speedup, 2) + (" (noise)" if row.verdict == NOISE else "")
 
-    columns = (
+    columns = [
         Column[SummaryRow]("tokens", lambda row: str(row.seq_len)),
         Column[SummaryRow](f"variant{on_base(run)}", lambda row: title_of(row.variant)),
         Column[SummaryRow]("ms a step", lambda row: number(row.median_step_ms, 1) or row.status),
+    ]
+    measured = [
         Column[SummaryRow]("speedup", speedup),
         Column[SummaryRow]("x floor", lambda row: number(row.ratio_to_floor, 2)),
         Column[SummaryRow]("GiB", lambda row: number(row.peak_gib, 1)),
         Column[SummaryRow]("GPU ms", lambda row: number(row.gpu_ms, 1)),
-    )
+    ]
     title = "Rehearsal: not a performance result" if run.rehearsal else None
     plain: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
     if run.experiment.gpus > 1:
         return _terminal_table(SEVERAL_GPUS_COLUMNS, scaled(run), title=title, **plain)
-    plain["caption"] = "GiB: peak memory that torch allocated"
+    if not run.rehearsal:
+        columns += measured
+        plain["caption"] = (
+            "x floor: over frozen matmuls, attention and lm_head alone\n"
+            "GiB: peak memory that torch allocated"
+        )
     return _terminal_table(columns, summarize(run), title=title, **plain)
 
 
@@ -208,6 +214,9 @@ def kernels_table(kernels: Kernels) -> Table:
 
 
 def _terminal_table(columns: Sequence[Column[Row]], rows: Iterable[Row], **look: Any) -> Table:
+    """Return a table of the columns that have anything below them."""
+    rows = list(rows)
+    columns = [column for column in columns if any(map(column.words, rows))]
     table = Table(*(column.heading for column in columns), **look)
     for row in rows:
         table.add_row(*(column.words(row) for column in columns))

@@ -17,7 +17,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 RUNS = {path.stem: [path] for path in EXAMPLES}
 SHARDED = "train_ddp --shard-base"
 RUNS[SHARDED] = [*RUNS["train_ddp"], "--shard-base"]
-TRL = {"train_trl", "train_dpo"}
+TRL = ("train_trl", "train_dpo")
 EXTRAS = {"train_qlora": ["examples", "qlora"]}
 
 
@@ -46,7 +46,7 @@ def test_an_example_trains_prints_both_speeds_and_saves(run, tiny, tmp_path, mon
         pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
     sizes = ["--warm-up", "1", "--steps", "1", "--batch-size", "1", "--tokens", "8"]
     options += ["--model", tiny, "--data", tiny / "chats.jsonl", *sizes, "--out", tmp_path]
-    if example.stem == "train_ddp" or torch.cuda.is_available():
+    if started_alone := example.stem == "train_ddp" or torch.cuda.is_available():
         environment = {"PYTHONPATH": ROOT, "HOME": tmp_path, "CUDA_VISIBLE_DEVICES": ""}
         environment["OMP_NUM_THREADS"] = "1"
         if example.stem in TRL:
@@ -62,7 +62,10 @@ def test_an_example_trains_prints_both_speeds_and_saves(run, tiny, tmp_path, mon
         monkeypatch.setattr(sys, "argv", [str(one) for one in (example, *options)])
         runpy.run_path(str(example), run_name="__main__")
         printed = capsys.readouterr().out
-    assert "vanilla PEFT: " in printed and "tokens/s; fused: " in printed
+    interprets = example.stem in TRL or not started_alone
+    second = "fused" if interprets else "not fused"
+    assert ("nothing is fused" in printed) is not interprets
+    assert re.search(rf"^vanilla PEFT: .* tokens/s\n(.*\n)*{second}: .* tokens/s\n", printed, re.M)
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
@@ -82,6 +85,17 @@ def test_an_example_without_a_package_says_which_line_installs_it(example, monke
             with pytest.raises(SystemExit) as stop:
                 runpy.run_path(str(example), run_name="__main__")
         assert stop.value.code == f"{package} is not installed: {command}"
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_an_example_that_needs_a_gpu_says_so_before_it_imports_trl(name, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    line = "TRL's loss needs an NVIDIA GPU, and none is visible\n"
+    assert (stop.value.code, capsys.readouterr().err) == (2, line)
 
 
 def test_examples_are_short():
@@ -105,5 +119,5 @@ def test_the_notebook_runs_from_top_to_bottom_and_holds_no_output(nf4, tiny, tmp
     printed = capsys.readouterr().out
     assert nf4 == any("Linear4bit" in type(one).__name__ for one in names["model"].modules())
     assert "layer: 2 of 2 layers fused" in printed
-    assert "times vanilla PEFT" in printed
+    assert re.search(r"^fused: .* times vanilla PEFT$", printed, re.M)
     assert (tmp_path / "adapter_model.safetensors").is_file()

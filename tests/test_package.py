@@ -1,9 +1,11 @@
 """The installed package: what is in it, and that `fuse` runs from it, outside this tree."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -32,6 +34,10 @@ def test_the_wheel_holds_the_two_packages_and_runs_outside_the_tree(tmp_path):
         shutil.copy(ROOT / name, tree)
     build = "import setuptools.build_meta as backend; backend.build_wheel('..')"  # as pip calls it
     subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, check=True)
+    checks = tomllib.loads((tree / "pyproject.toml").read_text())["tool"]["mypy"]["exclude"]
+    left = {path.relative_to(tree).as_posix() for path in tree.glob("build/lib/*/*.py")}
+    assert left and all(any(re.match(one, path) for one in checks) for path in left)
+    assert "/build/" in (ROOT / ".gitignore").read_text().splitlines()
     (wheel,) = tmp_path.glob("fused_lora-*.whl")
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as files:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases.families_case import FAMILIES, UNKNOWN, WINDOW
+from cases.families_case import FAMILIES, OF_ATTENTION, UNKNOWN, WINDOW
 from cases.fused_case import ALL, assert_close, assert_same, values_of
 from cases.fused_case import step as step_of
 from cases.layer_case import operands_of
@@ -21,7 +21,6 @@ from fused_lora.layer.decoder_layer import DecoderLayer
 
 EVERY = pytest.mark.parametrize("name", FAMILIES)
 LAYER = Fusion(layer=True)
-OF_ATTENTION = ("LoRA_Attention", "LoRA_QKV", "LoRA_Group", "LoRA_W", "RoPE")
 
 
 def pair(name, device, **options):

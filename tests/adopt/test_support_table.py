@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases.families_case import FAMILIES as OTHERS
-from cases.families_case import MIXTURE
+from cases.families_case import MIXTURE, PARTS, outcome
 from cases.layer_case import peft_model
 from cases.peft_models import ATTENTION, FAMILIES, MLP
 from cases.reasons import MODELS, add_active, ia3, readapt, replace_weight, subclass_base
@@ -19,12 +19,11 @@ from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from transformers.integrations.finegrained_fp8 import FP8Linear
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
-from fused_lora import Fusion, fuse, unfuse
+from fused_lora import fuse
 
 OTHERS = {name: one for name, one in OTHERS.items() if name not in FAMILIES}
 GEMMA_2 = OTHERS.pop("Gemma 2")
 EAGER = GEMMA_2.config | {"attn_implementation": "eager"}
-PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "layer")
 
 
 def each_projection(change, named="_proj"):
@@ -74,18 +73,6 @@ CASES = {
     "base weights in int8, GPTQ, AWQ": each_projection(replace_weight),
     "merged": merged,
 }
-
-
-def outcome(model, part):
-    """How many of the part's modules run fused: all, some, or none of them."""
-    try:
-        found = fuse(model, Fusion(**{part: True}))
-    except ValueError:
-        return "–"
-    unfuse(model)
-    # a recurrence is always the library's, here a slow one
-    left = [name for name in found.left if not name.endswith(".recurrence")]
-    return "some" if left else "fused"
 
 
 def page_lines():

@@ -40,6 +40,8 @@ HUGE = "9" * 20
     [
         (["--variants", "fusd_mlp"], "fusd_mlp: unknown; did you mean fused_mlp or "),
         (["--variants", "fused_bordered"], "fused_bordered: no longer measured; give fused_layer"),
+        (["--variants", "mlp"], "mlp: unknown; did you mean fused_mlp? --help lists"),
+        (["--variants", "everything fused"], "did you mean fused_layer_graph_offload or "),
         (["--variants", "xyz"], f"xyz: unknown; --help lists all {len(options.VARIANTS)}\n"),
         (["--seq-lens", "16", "2"], "--seq-lens 2: give 3 or more"),
         (["--seq-lens", "2049", "--device", "cpu"], "max_position_embeddings of tiny is 2048"),
@@ -51,6 +53,11 @@ HUGE = "9" * 20
         (["--lora-dropout", "nan"], "--lora-dropout nan: give 0"),
         (["--targets", "v_proj", "q_porj", "--device", "cpu"],
          "--targets q_porj: tiny has none; give some of q_proj k_proj v_proj o_proj gate_proj"),
+        (["--targets", "q_proj", "v_proj", "--variants", "fused_mlp"],
+         "fused_mlp: its projections would have no adapter under --targets q_proj v_proj; leave it "
+         "out, or add one of gate_proj up_proj down_proj\n"),
+        (["--targets", "up_proj", "--variants", "fused_all_but_attention_no_checkpointing"],
+         "no adapter under --targets up_proj; leave it out, or add one of q_proj k_proj"),
         (["--suite", "published"], "one model at a time; give --model with one of configs/qwen2.5"),
         (["--suite", "published", "--model", "configs/tiny.json"], "no setting of tiny is known;"),
         (["--suite", "published", "--base", "nf4", "--model", "configs/llama3-8b.json"],
@@ -104,6 +111,19 @@ def test_packages_and_a_gpu_that_are_not_there(capsys, tmp_path, monkeypatch):
     assert "--gpus 4: 2 visible here; give that or fewer" in bad(capsys, tmp_path, "--gpus", "4")
     line = bad(capsys, tmp_path, "--variants", "full_unsloth")
     assert "Unsloth is not installed; pip install -r dev/requirements/peers.txt" in line
+
+
+def test_only_what_a_variant_is_about_needs_adapters():
+    def refused(*targets):
+        return {
+            id for id in options.VARIANTS if options.why_unavailable(id, "cuda", "bf16", targets)
+        }
+
+    everywhere = refused(*options.TARGETS)
+    assert refused("q_proj", "down_proj") == refused("some_other") == everywhere
+    names = ("fused_mlp", "fused_all_but_mlp")
+    both = {f"{name}{end}" for name in names for end in ("", "_no_checkpointing")}
+    assert refused("q_proj", "v_proj") - everywhere == both
 
 
 def test_the_experiment_on_nf4_has_what_runs_there_alone(monkeypatch):
@@ -346,8 +366,10 @@ def test_help_names_every_option_with_its_default_and_every_variant(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for default in ("64 128 256 512", "default: 32; without a GPU 4", "default: 100", "qwen2.5-3b"):
         assert default in text
-    for name in options.VARIANTS:
-        assert name.removesuffix("_no_checkpointing") in text
+    for formats in ("JSON lines, JSON or parquet", "prompt and completion"):
+        assert formats in text
+    for name, variant in options.VARIANTS.items():
+        assert f"{name.removesuffix('_no_checkpointing')} {variant.plain_title}" in text
 
 
 def test_the_command_is_recorded_without_the_folders_it_wrote_to():

@@ -59,7 +59,7 @@ def plan(**changed):
     usual = {"variants": VARIANTS, "seq_lens": (16, 32), "rounds": 1, "steps": 2, "interleave": 2,
              "quick": False, "device": "cpu", "allow_shared_gpu": False, "cell_timeout_s": 60.0,
              "base": "bf16", "source": SimpleNamespace(size_bytes=lambda: 6 * GIB),
-             "gpus": 1}  # fmt: skip
+             "gpus": 1, "lora": Lora()}  # fmt: skip
     return SimpleNamespace(**usual | changed)
 
 
@@ -229,7 +229,7 @@ def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, m
     monkeypatch.setattr(cells, "profile_step", lambda *_: events.append("profile") or Profile())
     monkeypatch.setattr(machine, "other_processes", count)
     batch = SimpleNamespace(to=lambda _: batch)
-    asked = plan(device="cuda", steps=4, timed_batches=lambda _: [batch], accumulate=1, lora=Lora())
+    asked = plan(device="cuda", steps=4, timed_batches=lambda _: [batch], accumulate=1)
     cell = Cell("vanilla_peft", 16, 1, "error", parity=Parity(passed=True), turn_steps=turn_steps)
     with pytest.raises(KeyboardInterrupt):
         cells._measure(asked, cell, FakeTrainer(), lambda _: None, wait_for_turn)

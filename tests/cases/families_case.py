@@ -9,6 +9,8 @@ import transformers
 from cases.peft_models import set_weights
 from peft import LoraConfig, get_peft_model
 
+from fused_lora import Fusion, fuse, unfuse
+
 # The modules in every layer, unless a family names others.
 USUAL = {
     "mlp": ("mlp",),
@@ -21,6 +23,8 @@ OUTPUT_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm",
                 "self_attn.q_norm", "self_attn.k_norm")  # fmt: skip
 AROUND = (*USUAL["rms_norm"], "pre_feedforward_layernorm", "post_feedforward_layernorm")
 GLM_NORMS = (*USUAL["rms_norm"], "post_self_attn_layernorm", "post_mlp_layernorm")
+PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "layer")  # docs/support.md's
+OF_ATTENTION = ("LoRA_Attention", "LoRA_QKV", "LoRA_Group", "LoRA_W", "RoPE")
 ONE, APART = {"LoRA_Attention": 2}, {"LoRA_QKV": 2, "LoRA_W": 2, "RoPE": 2}
 TEXT = {
     "vocab_size": 96,
@@ -162,6 +166,18 @@ class Family:
             for part, names in found.items()
             if names and part not in self.left and f"base_model.model as {part}" not in self.left
         }
+
+
+def outcome(model, part):
+    """Return how many of the part's modules run fused, as docs/support.md says it."""
+    try:
+        found = fuse(model, Fusion(**{part: True}))
+    except ValueError:
+        return "–"
+    unfuse(model)
+    # a recurrence is always the library's, here a slow one
+    left = [name for name in found.left if not name.endswith(".recurrence")]
+    return "some" if left else "fused"
 
 
 def everywhere(*names: str, tower: str = "model") -> list[str]:

@@ -253,6 +253,8 @@ def test_biases_alone_may_be_trained(name, device):
 
 # LoRA_W, LoRA_QKV and LoRA_Attention ask the same function about their linear layers.
 ERRORS = [
+    *((name, {"frozen": None}, "frozen is .*, should be a Frozen.*: give it as the last operand")
+      for name in NAMES),
     (W, {"x": narrow}, r"x is \[3, 13, 51\].* should be 52"),
     (W, {"B": torch.t}, r"A is \[8, 52\] and B \[8, 71\], should"),
     (W, {"x": torch.Tensor.half}, "weight is torch.bfloat16 and x torch.float16: give both one"),

@@ -10,6 +10,7 @@ from cases.example_results import cells, rounds
 from bench import results
 from bench.experiment_records import Tokens
 from bench.records import Floor, SummaryRow
+from report.commands import summary_table
 from report.statistics import (
     NOISE,
     interval95,
@@ -20,8 +21,21 @@ from report.statistics import (
 )
 
 
+def headings(document):
+    return [column.header for column in summary_table(document).columns]
+
+
 def row_of(document, variant="fused_mlp"):
     return next(row for row in summarize(document) if row.variant == variant)
+
+
+def test_the_terminals_table_shows_what_was_measured_and_a_rehearsals_only_times():
+    document = cells(("vanilla_peft", 1, [200.0]), ("fused_mlp", 1, [100.0]))
+    document.floor = {64: Floor(40.0, [40.0])}
+    measured = ["speedup", "x floor", "GPU ms"]  # no GiB
+    assert headings(document) == ["tokens", "variant", "ms a step", *measured]
+    document.rehearsal = True
+    assert headings(document) == ["tokens", "variant", "ms a step"]
 
 
 def test_a_row_of_the_summary_by_hand():
