@@ -15,7 +15,14 @@ from bench.option_checks import check_options
 from bench.options import fill_in, variants_of
 from bench.records import Run
 from bench.run_folder import command_beside, run_folder
-from bench.weights import Source, check_architecture, check_documents, projections, read_config, resolve
+from bench.weights import (
+    Source,
+    check_architecture,
+    check_documents,
+    projections,
+    read_config,
+    resolve,
+)
 from variants import TARGETS, Lora
 
 if TYPE_CHECKING:

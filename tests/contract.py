@@ -327,7 +327,7 @@ OPERATIONS = {
             "causal_conv", causal_conv, causal_conv_case.eager, make_causal_conv,
             ("x", "weight", "bias"), saved=("x", "weight", "bias"), usual=(2, 5, 11),
             shapes=((1, 35, 70), (3, 1, 4), (2, 33, 9)), empty=((0, 5, 11), (2, 0, 11)),
-            options={"taps": (4, 1, 3), "outputs": (3, 1), "is_packed": (False, True)},
+            options={"taps": (4, 1, 3), "outputs": (3, 1), "is_packed": (True, False)},
             has_matmuls=False,
         ),
         Operation(

@@ -89,7 +89,7 @@ def _why_not_conv(net: Any) -> str | None:
     return why_not_conv(net.conv1d, type(net))
 
 
-def why_mixing(net: Any) -> str | None:
+def why_net_mixes(net: Any) -> str | None:
     """Return the reason if the documents of its rows cannot be kept apart."""
     return _why_not_itself(net) or _why_not_conv(net)
 
@@ -131,7 +131,7 @@ def delta_net_forward(
     if reason:
         say_once(net, reason)
     if seq_idx is not None:
-        refuse_documents(net, why_mixing(net))
+        refuse_documents(net, why_net_mixes(net))
     named = vars(sys.modules[type(net).__module__])
     x = named["apply_mask_to_padding_states"](hidden_states, attention_mask)
     mixed, z, b, a = _run_in(net, None if read is None else read.reads, x)

@@ -48,7 +48,7 @@ MIXERS = {
         ends=delta_net.net_ends,
         run=delta_net.run_net,
         forward=delta_net.delta_net_forward,
-        why_mixing=delta_net.why_mixing,
+        why_mixing=delta_net.why_net_mixes,
         why_slow=delta_net.why_slow_rule,
     ),
     "ShortConv": Mixer(
@@ -58,7 +58,7 @@ MIXERS = {
         ends=lambda conv, seq_idx: ShortConvEnds(),
         run=short_conv.run_short_conv,
         forward=short_conv.short_conv_forward,
-        why_mixing=short_conv.why_mixing,
+        why_mixing=short_conv.why_conv_mixes,
     ),
 }
 

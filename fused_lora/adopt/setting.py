@@ -24,6 +24,8 @@ from .report import PARTS_SET
 from .site import FusedForward, Site
 from .switches import BORDERS, SWITCHES, switches_for
 
+IN_LAYERS = {"mlp", "attention", "rope", "rms_norm", "layer"}
+
 
 def running_in(model: nn.Module) -> set[str]:
     """Return the parts that modules of a model run fused."""
@@ -41,11 +43,12 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
         module.forward = owner.forward
         setattr(module, PARTS_SET, parts)
     running = running_in(model)
-    for mixer, kind_of_mixer in mixers(model) if running else ():
+    mixing = list(mixers(model)) if running else []
+    for mixer, its in mixing:
         if has_own_forward(mixer):
-            mixer.forward = FusedForward(kind_of_mixer.forward, mixer, DOCUMENTS).forward
+            mixer.forward = FusedForward(its.forward, mixer, DOCUMENTS).forward
     for _, decoder in decoders(model):
-        if running and why_not_own_forward(decoder) is None:
+        if (running & IN_LAYERS or mixing) and why_not_own_forward(decoder) is None:
             decoder.forward = FusedForward(decoder_forward, decoder, DOCUMENTS).forward
     for part in running & SWITCHES.keys():
         for name, module, site in SWITCHES[part].candidates(model):

@@ -28,7 +28,7 @@ def why_not_conv(conv: Any, mixer_class: type) -> str | None:
     return why_replaced(mixer_class.__module__, CONVOLUTION)
 
 
-def why_mixing(mixer: Any) -> str | None:
+def why_conv_mixes(mixer: Any) -> str | None:
     """Return the reason if the documents of its rows cannot be kept apart."""
     return why_not_class(mixer, "ShortConv") or why_not_short_conv(mixer)
 
@@ -54,7 +54,7 @@ def short_conv_forward(
     if seq_idx is None or cache is not None:
         options |= {"attention_mask": attention_mask, "seq_idx": seq_idx}
         return class_forward(mixer, hidden_states, **options)
-    refuse_documents(mixer, why_mixing(mixer))
+    refuse_documents(mixer, why_conv_mixes(mixer))
     named = vars(sys.modules[own_class(mixer).__module__])
     x = named["apply_mask_to_padding_states"](hidden_states, attention_mask)
     b, c, x = mixer.in_proj(x).chunk(3, -1)

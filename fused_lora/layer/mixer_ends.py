@@ -38,8 +38,9 @@ class DeltaNetEnds(NamedTuple):
 
         q, k, v     = silu(conv([q | k | v]))               one pass (`causal_conv.py`)
         beta        = sigmoid(b)
-        decay       = -exp(A_log) softplus(a + dt_bias)     in fp32; of no effect and no gradient
-                                                            at a document's first token
+        decay       = -exp(A_log) softplus(a + dt_bias)     in fp32; FORGETS at a document's first
+                                                            token, where the recurrence then gives
+                                                            decay no gradient but rounding
         y           = norm(found) silu(z)                   one pass (`gated_norm.py`)
 
     The mixer is the recurrence of q, k, v, beta and decay. Its result, `found`, is [batch,
@@ -80,8 +81,6 @@ class DeltaNetEnds(NamedTuple):
         in_b.copy_(grad_beta * beta * (1.0 - beta))
         slope = -self.A_log.float().exp() * (a.float() + self.dt_bias).sigmoid()
         in_a.copy_(grad_decay * slope)
-        if self.seq_idx is not None:
-            in_a.masked_fill_(begins_of(self.seq_idx)[..., None], 0.0)
 
     def leave(self, found: Tensor, gate: Tensor, y: Tensor) -> Tensor | None:
         by_head = y.view(-1, *found.shape[2:])
