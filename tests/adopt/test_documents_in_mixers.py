@@ -21,8 +21,8 @@ NAMES = "Qwen3.5", "Qwen3.5-MoE", "Qwen3-Next", "LFM2", "LFM2-MoE"
 PARTS = Fusion(**ALL)
 WHOLE = Fusion(**ALL, layer=True)
 FUSIONS = {
-    "parts": PARTS,
     "whole": WHOLE,
+    "parts": PARTS,
     "again": Fusion(**ALL, layer=True, checkpoint="full"),
     "MLP alone": Fusion(mlp=True),
 }
@@ -51,25 +51,25 @@ def check(fused, plain, batch, *wanted):
 
 
 def given(how, seed=3):
-    """Return a batch whose documents a trainer's collator tells in this way."""
-    options = {"return_flash_attn_kwargs": how != "positions", "return_seq_idx": how == "all"}
-    batch = DataCollatorWithFlattening(**options)(documents("cpu", seed))
-    assert ("cu_seq_lens_q" in batch, "seq_idx" in batch) == (how != "positions", how == "all")
-    if how == "bounds":
-        del batch["position_ids"]
+    """Return a batch whose documents a collator tells in this way alone."""
     if how == "filled":
-        batch = FilledRows(24)(documents("cpu", seed))
-    return batch
+        return FilledRows(24)(documents("cpu", seed))
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(
+        documents("cpu", seed)
+    )
+    assert batch.keys() >= {"position_ids", "cu_seq_lens_q", "seq_idx"}
+    kept = {"input_ids", "labels", *([how] if how != "all" else batch)}
+    return {name: one for name, one in batch.items() if name in kept}
 
 
 @pytest.mark.slow(
-    "positions-parts-Qwen3.5", "all-whole-Qwen3.5", "filled-again-LFM2", "bounds-parts-LFM2-MoE",
-    "positions-MLP alone-Qwen3-Next", "filled-parts-Qwen3.5-MoE",
+    "position_ids-whole-LFM2", "position_ids-whole-LFM2-MoE", "position_ids-whole-Qwen3-Next",
+    "position_ids-MLP alone-Qwen3.5", "cu_seq_lens_q-whole-Qwen3.5", "seq_idx-whole-Qwen3.5",
 )  # fmt: skip
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fusion", FUSIONS)
-@pytest.mark.parametrize("how", ["positions", "bounds", "all", "filled"])
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens_q", "seq_idx", "all", "filled"])
 def test_each_document_trains_as_it_does_alone(how, fusion, name, device):
     fused, plain = pair(name, device, FUSIONS[fusion])
     check(fused, plain, given(how), *one_by_one())
@@ -83,7 +83,7 @@ def test_no_gradient_reaches_another_document(name, device):
     fused.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: seen.append(output.requires_grad_()) or output
     )
-    batch = on(fused, given("positions"))
+    batch = on(fused, given("position_ids"))
     first = sum(LENGTHS[:2])  # of the third document, which alone has labels
     batch["labels"][:, :first] = batch["labels"][:, first + LENGTHS[2] :] = -100
     (grad,) = torch.autograd.grad(fused(**batch).loss, seen[-1])
@@ -100,7 +100,7 @@ def test_one_graph_takes_rows_of_any_documents(name, device):
     eager = EagerStep(twin := copy.deepcopy(fused), adamw(twin))
     replayed = graphed(fused, adamw(fused))
     for seed in range(EAGER_CALLS + 3):
-        rows = fill_row(given("positions", seed), 24)
+        rows = fill_row(given("position_ids", seed), 24)
         torch.testing.assert_close(replayed(**rows), eager(**rows), rtol=1e-5, atol=0)
     assert captured(replayed) == 1
 
@@ -127,4 +127,4 @@ def test_a_mixer_that_would_mix_them_is_an_error(name, device):
     fused, _ = pair(name, device, WHOLE)
     hook_a_convolution(next(mixer for mixer, _ in mixers(fused)))
     with pytest.raises(ValueError, match=r"mix the documents of its packed rows: conv.* hooks"):
-        step(fused, given("positions"))
+        step(fused, given("position_ids"))
