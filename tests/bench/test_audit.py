@@ -1,5 +1,7 @@
 """The audits after the timed steps, each just inside and just outside its limit."""
 
+import threading
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -49,27 +51,35 @@ def test_each_wall_is_held_against_its_own_marks_and_the_median_counts(step_ms, 
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_work_left_on_another_stream_is_seen_by_the_wall():
-    class OnTheSide(torch.nn.Module):
+@pytest.mark.parametrize("hides", [None, "on a stream", "in a thread"])
+def test_work_left_on_another_stream_or_in_a_thread_is_seen(hides):
+    class Hides(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(4096, 4096, device="cuda"))
             self.stream = torch.cuda.Stream()
-            self.hides = False
+
+        @torch.no_grad()
+        def work(self, after_s=0.0):
+            time.sleep(after_s)
+            with torch.cuda.stream(self.stream):
+                for _ in range(20):
+                    self.weight @ self.weight
 
         def forward(self, input_ids, labels, attention_mask):
-            if self.hides:
-                with torch.cuda.stream(self.stream), torch.no_grad():
-                    for _ in range(20):
-                        self.weight @ self.weight
+            if hides == "on a stream":
+                self.work()
+            if hides == "in a thread":  # when the step is over
+                threading.Thread(target=self.work, args=(0.01,)).start()
             loss = (self.weight[0, 0] * input_ids - labels).float().pow(2).mean()
             return type("Output", (), {"loss": loss})
 
     batch = Batch(*(torch.ones(1, 1, dtype=torch.long, device="cuda") for _ in range(2)))
-    model = OnTheSide()
-    for model.hides, seen in ((False, False), (True, True)):
-        timings = Trainer(model, nullcontext, CudaClock(), 1e-3).run([batch], 5)
-        assert bool(audit.hidden_time(timings)) is seen
+    trainer = Trainer(Hides(), nullcontext, CudaClock(), 1e-3, max_warmup_steps=1)
+    timings = trainer.run([batch], 5, before_step=lambda done: time.sleep(0.2))
+    assert bool(audit.hidden_time(timings)) is (hides == "on a stream")
+    time.sleep(0.2)
+    assert bool(audit.step_again(trainer, [batch], timings)) is (hides == "in a thread")
 
 
 @pytest.mark.parametrize(
