@@ -122,6 +122,18 @@ def loss_gap(losses: list[float | None], baseline: list[float | None]) -> float:
     return max((inf if isnan(gap) else gap for gap in gaps), default=0.0)
 
 
+def check_floor(run: Run, cell: Cell) -> None:
+    """Fail a cell whose steps beat the floor of their precision and tokens."""
+    floor = run.floor_of(cell.variant, cell.seq_len)
+    floor_ms = run.ms_by_round(floor).get(cell.round)
+    if cell.status == "ok" and floor_ms and median(cell.step_ms) < floor_ms:
+        cell.status = "error"
+        cell.error = (
+            f"a step took {median(cell.step_ms):.1f} ms, less than the {floor_ms:.1f} ms of its "
+            "frozen matmuls, attention and lm_head alone: it cannot have done them all"
+        )
+
+
 def check_losses(run: Run, cell: Cell) -> None:
     """Compare a new cell's losses with its baseline's.
 
