@@ -86,6 +86,12 @@ class Batch:
         return int((self.labels[:, 1:] != -100).sum())
 
     @property
+    def sequences(self) -> int:
+        """The number of rows, or of documents without the one of padding."""
+        rows = len(self.input_ids) if self.lengths is None else len(self.lengths)
+        return rows - bool(self.filler)
+
+    @property
     def padding(self) -> int:
         """The number of padding tokens."""
         mask = self.attention_mask

@@ -35,6 +35,7 @@ AGAIN_WARMUP_STEPS = 2
 # A step has two kinds of micro-batches: all but the last add to the gradients, the last updates.
 # Two of them warm up, and show, a step of any number.
 KINDS_OF_MICRO_BATCHES = 2
+IDLE_ANSWER_S = 1e-4  # an idle GPU answers sooner: in some 10 us
 
 
 class Clock(Protocol):
@@ -43,6 +44,8 @@ class Clock(Protocol):
     def elapsed_ms(self, start: Any, end: Any) -> float: ...
 
     def synchronize(self) -> None: ...
+
+    def busy_ms(self, for_ms: float) -> float: ...
 
 
 class CudaClock:
@@ -59,6 +62,20 @@ class CudaClock:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def busy_ms(self, for_ms: float) -> float:
+        """Return how long the GPU works in the next `for_ms`, although we give it no work.
+
+        We ask it again and again. CUDA spins while it waits, so we count CPU time: a host that is
+        busy with something else adds none.
+        """
+        busy_s, began = 0.0, time.perf_counter()
+        while (time.perf_counter() - began) * 1e3 < for_ms:
+            asked = time.thread_time()
+            torch.cuda.synchronize()
+            waited_s = time.thread_time() - asked
+            busy_s += waited_s if waited_s > IDLE_ANSWER_S else 0.0
+        return busy_s * 1e3
+
 
 class WallClock:
     """Reads the host's clock: on the CPU work is done when its call returns."""
@@ -71,6 +88,12 @@ class WallClock:
 
     def synchronize(self) -> None:
         pass
+
+    def busy_ms(self, for_ms: float) -> float:
+        """Return how long other threads of this process work in the next `for_ms`."""
+        began = time.process_time() - time.thread_time()
+        time.sleep(for_ms / 1e3)
+        return (time.process_time() - time.thread_time() - began) * 1e3
 
 
 @dataclass

@@ -15,6 +15,7 @@ MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS)
 Base = Literal["bf16", "nf4"]  # weights; nf4 as QLoRA has it: double quantisation, bf16 compute
 BF16, NF4 = BASES = get_args(Base)
+FP32, FP8, FP8_LM_HEAD = "fp32", "fp8", "fp8_lm_head"  # other precisions of frozen matmuls
 
 
 class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,6 +79,12 @@ class Recipe:
     attention: str = "sdpa"
     base_dtype: str = "bfloat16"
     fp8: bool = False
+
+    def precision(self, base: Base) -> str:
+        """The precision of its frozen matmuls on a base."""
+        if self.fp8:
+            return FP8_LM_HEAD if FP8_LM_HEAD in self.fused else FP8
+        return FP32 if self.base_dtype == "float32" else base
 
     @property
     def look(self) -> "Look":

@@ -4,16 +4,31 @@ Each check returns one line that says what is wrong, or None. The gate in parity
 model before it is timed. These find a right model whose timed steps cannot be believed.
 """
 
+import time
 from math import inf, isfinite, isnan
 from statistics import median
 
+import torch
+
+from batches import Batch
 from bench.records import Cell, Run
-from trainer import Timings
+from trainer import Timings, Trainer
 from variants import counterpart, variant_of
 
 # A step's host time may exceed its GPU time by what synchronising and reading the loss take.
 WALL_SHARE = 1.05
 WALL_MS = 1.0
+QUIET_MS = 20.0  # after a step, in which nothing may work
+
+# As they are before a variant's library is imported.
+TIMEKEEPERS = (
+    ("time.perf_counter", time, "perf_counter"),
+    ("torch.cuda.synchronize", torch.cuda, "synchronize"),
+    ("torch.cuda.Event", torch.cuda, "Event"),
+    ("torch.cuda.Event.record", torch.cuda.Event, "record"),
+    ("torch.cuda.Event.elapsed_time", torch.cuda.Event, "elapsed_time"),
+)
+ORIGINALS = [getattr(owner, name) for _, owner, name in TIMEKEEPERS]
 
 # All variants train on the same batches from the same start. On an H200 their losses stay within
 # 0.05% of vanilla's for 25 steps and fall by about 1% a step. Later steps are not judged: training
@@ -39,6 +54,32 @@ def hidden_time(timings: Timings) -> str | None:
         f"a step took {wall_ms:.1f} ms by the wall and {step_ms:.1f} ms between its marks: "
         "the rest was spent where the marks do not see it"
     )
+
+
+def replaced_timekeeper() -> str | None:
+    """Report a function that tells the time and is not what it was before the variant was built."""
+    for (title, owner, name), original in zip(TIMEKEEPERS, ORIGINALS, strict=True):
+        if getattr(owner, name) is not original:
+            return f"{title} was replaced while the variant was built or timed: no time counts"
+    return None
+
+
+def step_again(trainer: Trainer, batches: list[Batch], timings: Timings) -> str | None:
+    """Train on the first timed batch once more. Report a loss that all the steps since have not
+    changed, and work that goes on after the step: no mark sees what a thread does then."""
+    _, loss = trainer.step(batches[: trainer.accumulate])
+    trainer.clock.synchronize()
+    busy_ms = trainer.clock.busy_ms(QUIET_MS)
+    if loss.item() == timings.losses[0]:
+        return (
+            f"the first batch has exactly the loss {timings.losses[0]} of before training: its "
+            "result was kept and not computed"
+        )
+    if busy_ms > (WALL_SHARE - 1) * QUIET_MS + WALL_MS:
+        return (
+            f"the step still worked for {busy_ms:.1f} of the {QUIET_MS:.0f} ms after its last mark"
+        )
+    return None
 
 
 def skipped_updates(timings: Timings) -> str | None:
@@ -79,6 +120,18 @@ def loss_gap(losses: list[float | None], baseline: list[float | None]) -> float:
         for a, b in zip(losses, baseline, strict=True)
     ][:LOSS_STEPS]
     return max((inf if isnan(gap) else gap for gap in gaps), default=0.0)
+
+
+def check_floor(run: Run, cell: Cell) -> None:
+    """Fail a cell whose steps beat the floor of their precision and tokens."""
+    floor = run.floor_of(cell.variant, cell.seq_len)
+    floor_ms = run.ms_by_round(floor).get(cell.round)
+    if cell.status == "ok" and floor_ms and median(cell.step_ms) < floor_ms:
+        cell.status = "error"
+        cell.error = (
+            f"a step took {median(cell.step_ms):.1f} ms, less than the {floor_ms:.1f} ms of its "
+            "frozen matmuls, attention and lm_head alone: it cannot have done them all"
+        )
 
 
 def check_losses(run: Run, cell: Cell) -> None:

@@ -258,6 +258,7 @@ def _measure(
     on_gpu = plan.device == "cuda"
     ours = wait_for_turn()
     timings = trainer.run(batches, plan.steps, on_step, before_step)
+    after_the_steps = audit.step_again(trainer, batches, timings)
     if turn_steps:
         ours = wait_for_turn()  # first the others take their last steps
 
@@ -268,10 +269,12 @@ def _measure(
     launch_us = machine.host_launch_us() if on_gpu else None
     problems = (
         problem,
+        audit.replaced_timekeeper(),
         audit.hidden_time(timings),
         audit.skipped_updates(timings),
         audit.changed_batches(timings),
         audit.diverged(timings),
+        after_the_steps,
     )
     problem = next(filter(None, problems), None)
     return replace(

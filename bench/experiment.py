@@ -17,7 +17,7 @@ from bench.records import Kernels, Run
 from bench.runner import Cells, Runner, side_by_side
 from bench.stages import Stopwatch
 from bench.terminal import console, progress_bar
-from variants import title_of
+from variants import recipe_of, title_of
 
 
 def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
@@ -42,21 +42,18 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
         os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         console.print("No GPU: a rehearsal in Triton's interpreter, not a performance result.")
     with progress_bar(sum(plan.steps * seq_len for _, _, seq_len in todo)) as (advance, say):
-        # in a published setting the floor would take as long as two variants, and on several GPUs
-        # all of them would wait
-        lengths = () if plan.published or plan.gpus > 1 else plan.seq_lens
-        missing_floor = tuple(n for n in lengths if n not in run.floor)
-        if (todo or missing_floor) and not plan.is_prepared():
+        missing_floors = missing_floors_of(plan, run)
+        if (todo or missing_floors) and not plan.is_prepared():
             prepare(plan, say)
             watch.book("weights")
-        if missing_floor:
-            say("floor")
+        for precision, lengths in missing_floors.items():
+            say(f"floor in {precision}")
 
-            def keep_floor(message):
-                run.floor.update(message["floor"])
+            def keep_floor(message, precision=precision):
+                run.keep_floors(precision, message["floor"])
                 save()
 
-            must(isolated.run(measure_floor, plan, missing_floor, on_message=keep_floor))
+            must(isolated.run(measure_floor, plan, precision, lengths, on_message=keep_floor))
             watch.book("floor")
         runner = Runner(plan, run, save_and_finish, advance, say, watch)
         while todo:
@@ -66,6 +63,22 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
             watch.book("other")
     run.finished_utc = run.finished_utc or now()
     save()
+
+
+def missing_floors_of(plan: Plan, run: Run) -> dict[str, tuple[int, ...]]:
+    """Return the lengths without a floor, by precision: the base's, which the tables show, and
+    those of the plan's variants that can run here."""
+    recipes = [
+        recipe_of(variant)
+        for variant in plan.variants
+        if why_unavailable(variant, plan.device, plan.base) is None
+    ]
+    precisions = dict.fromkeys([plan.base, *(recipe.precision(plan.base) for recipe in recipes)])
+    missing = {
+        precision: tuple(n for n in plan.seq_lens if n not in run.floors_in(precision))
+        for precision in precisions
+    }
+    return {precision: lengths for precision, lengths in missing.items() if lengths}
 
 
 def now() -> str:

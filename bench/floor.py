@@ -2,10 +2,14 @@
 
 Each layer has its own weights and runs the frozen matmuls q+k+v, o, gate+up and down, forward and
 for the gradient of their input, and attention both ways. Then comes the lm_head both ways over the
-labelled tokens, which are all the loss needs. There are no adapters, norms, activations or
-optimizer. The operations run in a step's order as one CUDA graph, replayed like steps: short bursts
-would flatter a card at its power limit. A checkpointed step also needs part of each layer's forward
-a second time. We measure this recomputation the same way.
+labelled tokens, which are all the loss needs. After its attention the last layer also runs over
+these alone. There are no adapters, norms, activations or optimizer. The operations run in a step's
+order as one CUDA graph, replayed like steps: short bursts would flatter a card at its power limit.
+A checkpointed step also needs part of each layer's forward a second time. We measure this
+recomputation the same way.
+
+In FP8 all operands are codes with one scale for all of them. Nothing makes these codes: the matmuls
+alone are the floor.
 
 On a base in NF4 each layer's weights are also dequantised, once in the forward and once in the
 backward, which the recomputation shares. A device copy that moves as many bytes stands for that.
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from bench.records import Floor
 from trainer import Clock
-from variants import BF16, Base
+from variants import BF16, FP8, FP8_LM_HEAD, FP32, NF4
 
 WARMUP_STEPS = 5
 STEPS = 20
@@ -62,6 +66,39 @@ class Shape:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
+class Matrix:
+    """A frozen weight [out, in] and its two matmuls."""
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+    def backward(self, grad: Tensor) -> Tensor:
+        return grad @ self.weight
+
+
+class Fp8Matrix(Matrix):
+    """The same in FP8, whose matmuls each want another layout of the weight."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__(weight.to(torch.float8_e4m3fn))
+        self.transposed = self.weight.t().contiguous()
+        self.scale = torch.ones((), device=weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self.weight)
+
+    def backward(self, grad: Tensor) -> Tensor:
+        return self._multiply(grad, self.transposed)
+
+    def _multiply(self, x: Tensor, rows: Tensor) -> Tensor:
+        return torch._scaled_mm(
+            x, rows.t(), self.scale, self.scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+
 class FrozenOperations:
     """The frozen operations of one step, with weights for each layer, or on NF4 for all of them.
 
@@ -72,18 +109,21 @@ class FrozenOperations:
     # The logits [labelled tokens, vocabulary] come in chunks, which fit any card.
     LM_HEAD_CHUNK = 4096
 
-    def __init__(self, shape: Shape, device: str, base: Base = BF16):
+    def __init__(self, shape: Shape, device: str, precision: str = BF16):
         self.shape = shape
         self.device = device
+        self.dtype = torch.float32 if precision == FP32 else torch.bfloat16
+        in_layers = Fp8Matrix if precision in (FP8, FP8_LM_HEAD) else Matrix
+        in_head = Fp8Matrix if precision == FP8_LM_HEAD else Matrix
         projections = (
             (shape.qkv, shape.hidden),
             (shape.hidden, shape.heads * shape.head_dim),
             (2 * shape.intermediate, shape.hidden),
             (shape.hidden, shape.intermediate),
         )
-        in_4_bits = base != BF16
+        in_4_bits = precision == NF4
         self.layers = [
-            [self._random(rows, columns) * columns**-0.5 for rows, columns in projections]
+            [in_layers(self._random(*size) * size[1] ** -0.5) for size in projections]
             for _ in range(1 if in_4_bits else shape.layers)
         ]
         self.stored = self.written = torch.empty(0, device=device)
@@ -93,13 +133,14 @@ class FrozenOperations:
             self.stored = torch.ones(half, device=device, dtype=torch.uint8)
             self.written = torch.empty_like(self.stored)
             self.layers *= shape.layers
-        self.lm_head = self._random(shape.vocabulary, shape.hidden) * shape.hidden**-0.5
+        self.lm_head = in_head(self._random(shape.vocabulary, shape.hidden) * shape.hidden**-0.5)
 
     def _random(self, *size: int) -> Tensor:
-        return torch.randn(size, device=self.device, dtype=torch.bfloat16)
+        return torch.randn(size, device=self.device, dtype=self.dtype)
 
     def _operands(self, batch_size: int, seq_len: int) -> "Operands":
         shape, tokens = self.shape, batch_size * seq_len
+        in_layers, in_head = self.layers[0][0].weight.dtype, self.lm_head.weight.dtype
         q, k, v = (
             self._random(batch_size, seq_len, heads, shape.head_dim)
             .transpose(1, 2)
@@ -107,11 +148,13 @@ class FrozenOperations:
             for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
         )
         return Operands(
-            hidden=self._random(tokens, shape.hidden),
-            attended=self._random(tokens, shape.heads * shape.head_dim),
-            intermediate=self._random(tokens, shape.intermediate),
-            grad_qkv=self._random(tokens, shape.qkv),
-            grad_gate_up=self._random(tokens, 2 * shape.intermediate),
+            hidden=self._random(tokens, shape.hidden).to(in_layers),
+            attended=self._random(tokens, shape.heads * shape.head_dim).to(in_layers),
+            intermediate=self._random(tokens, shape.intermediate).to(in_layers),
+            grad_qkv=self._random(tokens, shape.qkv).to(in_layers),
+            grad_gate_up=self._random(tokens, 2 * shape.intermediate).to(in_layers),
+            last=self._random(self.LM_HEAD_CHUNK, shape.hidden).to(in_head),
+            grad_logits=self._random(self.LM_HEAD_CHUNK, shape.vocabulary).to(in_head),
             heads=(q, k, v),
             grad_heads=torch.randn_like(q),
         )
@@ -121,20 +164,25 @@ class FrozenOperations:
         given = self._operands(batch_size, seq_len)
         # as gradients of outputs the same tensors serve backward
         backward_inputs = (given.grad_qkv, given.hidden, given.grad_gate_up, given.hidden)
+        tokens = batch_size * seq_len
+        needed = [tokens] * (len(self.layers) - 1) + [labelled_tokens]
 
         def step() -> None:
             outputs = []
-            for weights in self.layers:
+            for matrices, rows in zip(self.layers, needed, strict=True):
                 self._copy_stored()
-                outputs.append(_forward(weights, given))
+                outputs.append(_forward(matrices, given, rows))
             for start in range(0, labelled_tokens, self.LM_HEAD_CHUNK):
-                rows = given.hidden[start : min(start + self.LM_HEAD_CHUNK, labelled_tokens)]
-                (rows @ self.lm_head.t()) @ self.lm_head
-            for weights in reversed(self.layers):
+                rows = min(self.LM_HEAD_CHUNK, labelled_tokens - start)
+                self.lm_head.forward(given.last[:rows])
+                self.lm_head.backward(given.grad_logits[:rows])
+            for matrices, rows in zip(reversed(self.layers), reversed(needed), strict=True):
                 self._copy_stored()
                 torch.autograd.grad(outputs.pop(), given.heads, given.grad_heads)
-                for grad, weight in zip(backward_inputs, weights, strict=True):
-                    grad @ weight
+                (qkv, *others), (grad_qkv, *grads) = matrices, backward_inputs
+                qkv.backward(grad_qkv)
+                for matrix, grad in zip(others, grads, strict=True):
+                    matrix.backward(grad[:rows])
 
         return step
 
@@ -149,30 +197,45 @@ class FrozenOperations:
         given = self._operands(batch_size, seq_len)
 
         def run() -> None:
-            for weights in self.layers:
-                _forward(weights[:-1], given)
+            for matrices in self.layers:
+                _forward(matrices[:-1], given, batch_size * seq_len)
 
         return run
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Random tensors in place of a step's own. `heads` are q, k and v."""
+    """Random tensors in place of a step's own. `heads` are q, k and v, and `last` is what lm_head
+    gets."""
 
     hidden: Tensor
     attended: Tensor
     intermediate: Tensor
     grad_qkv: Tensor
     grad_gate_up: Tensor
+    last: Tensor
+    grad_logits: Tensor
     heads: tuple[Tensor, Tensor, Tensor]
     grad_heads: Tensor
 
 
-def _forward(weights: list[Tensor], given: Operands) -> Tensor:
-    """Multiply inputs with a layer's weights in order, attend, and return attention's output."""
-    inputs = (given.hidden, given.attended, given.hidden, given.intermediate)
-    for x, weight in zip(inputs, weights, strict=False):
-        x @ weight.t()
+def is_possible(precision: str, shape: Shape, device: str) -> bool:
+    """Return True if matmuls of these sizes can be in a precision on this device."""
+    if precision not in (FP8, FP8_LM_HEAD):
+        return True
+    from fused_lora.adopt.fp8.weight import why_not_in_fp8
+
+    sizes = [shape.qkv, shape.hidden, shape.heads * shape.head_dim, shape.intermediate]
+    sizes += [shape.vocabulary] if precision == FP8_LM_HEAD else []
+    return why_not_in_fp8(torch.empty(0, *sizes, device=device, dtype=torch.bfloat16)) is None
+
+
+def _forward(matrices: list[Matrix], given: Operands, rows: int) -> Tensor:
+    """Multiply inputs with a layer's weights in order, attend, and return attention's output. After
+    attention only the first `rows` count."""
+    inputs = (given.hidden, given.attended[:rows], given.hidden[:rows], given.intermediate[:rows])
+    for x, matrix in zip(inputs, matrices, strict=False):
+        matrix.forward(x)
     return F.scaled_dot_product_attention(*given.heads, is_causal=True, enable_gqa=True)
 
 
@@ -198,6 +261,7 @@ def time_floor(
         recomputation_ms=statistics.median(again_ms),
         recomputation_samples_ms=again_ms,
         labelled_tokens=accumulate * labelled_tokens,
+        tokens=accumulate * batch_size * seq_len,
     )
 
 

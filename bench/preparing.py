@@ -5,6 +5,7 @@ Every public function takes `send` first and sends its findings to the parent wi
 """
 
 from errno import ENOSPC
+from math import ceil
 from typing import Any
 
 from bench.cells import Send
@@ -43,17 +44,25 @@ def _prepare(send: Send, plan: Plan) -> None:
         del vanilla
 
 
-def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
-    """Send the floor of each length as {"floor": {seq_len: ...}}."""
-    from bench.floor import FrozenOperations, Shape, time_floor
+def measure_floor(send: Send, plan: Plan, precision: str, seq_lens: tuple[int, ...]) -> None:
+    """Send the floor of each length in a precision as {"floor": {seq_len: ...}}.
 
-    config = _config(plan)
-    operations = FrozenOperations(Shape.of(config), plan.device, plan.base)
+    A step can skip padding, so the floor has none. Rows or documents of different lengths become as
+    many of their mean length, which is the least work for attention.
+    """
+    from bench.floor import FrozenOperations, Shape, is_possible, time_floor
+
+    shape = Shape.of(_config(plan))
+    if not is_possible(precision, shape, plan.device):
+        return  # `fuse` says why, and its variants have no time
+    operations = FrozenOperations(shape, plan.device, precision)
     for seq_len in seq_lens:
         batches = plan.timed_batches(seq_len)
         labelled = round(sum(batch.labelled for batch in batches) / len(batches))
+        rows = ceil(sum(batch.sequences for batch in batches) / len(batches))
+        tokens = sum(batch.input_ids.numel() - batch.padding for batch in batches) / len(batches)
         result = time_floor(
-            operations, plan.batch_size, seq_len, labelled, plan.clock(), plan.accumulate
+            operations, rows, int(tokens / rows), labelled, plan.clock(), plan.accumulate
         )
         send({"floor": {seq_len: result}})
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta, field
 
 from bench.experiment_records import Count, Environment, Experiment, Positive, Record
-from variants import Settings, current_id
+from variants import Settings, current_id, variant_of
 
 Status = Literal["ok", "parity_failed", "oom", "error", "unavailable"]
 STATUSES: tuple[Status, ...] = get_args(Status)  # the most telling first
@@ -144,6 +144,7 @@ class Cell(Record):
 class Floor(Record, omit_defaults=True):
     """The frozen operations of a step at one length, and what checkpointing recomputes.
 
+    tokens: of a step, without padding; None in older runs, whose floors have the padding.
     ms_by_round: in a merged run, the floor of each round's machine.
     """
 
@@ -152,6 +153,7 @@ class Floor(Record, omit_defaults=True):
     recomputation_ms: Positive | None = None
     recomputation_samples_ms: list[Milliseconds] = []
     labelled_tokens: int | None = None
+    tokens: int | None = None
     ms_by_round: dict[int, Positive] = field(name="of_round", default_factory=dict)
 
 
@@ -219,8 +221,9 @@ class Run(Record):
     """One results file: the raw cells of one machine and the experiment behind them.
 
     rehearsal: made without a GPU, never a performance result. finished_utc: None until all planned
-    cells are in. floor: by length. summary: computed from the cells at every save. stages_s: None
-    in runs of earlier versions and in merged runs.
+    cells are in. floor: by length, in the base's precision. other_floors: by precision and length,
+    of variants that multiply in another one. summary: computed from the cells at every save.
+    stages_s: None in runs of earlier versions and in merged runs.
     """
 
     schema_version: Literal[2]
@@ -231,6 +234,7 @@ class Run(Record):
     environment: Environment
     experiment: Experiment
     floor: dict[int, Floor] = {}
+    other_floors: dict[str, dict[int, Floor]] = {}
     cells: list[Cell] = []
     kernels: Kernels | None = None
     summary: list[SummaryRow] = []
@@ -273,9 +277,27 @@ class Run(Record):
         """Count the GPUs that timed cells name. Runs of early versions name none."""
         return len({cell.card for cell in self.cells_of(status="ok") if cell.card})
 
-    def floor_of_round(self, seq_len: int) -> dict[int, float]:
+    def floors_in(self, precision: str) -> dict[int, Floor]:
+        """Return the floors in a precision, by length."""
+        if precision == self.experiment.base:
+            return self.floor
+        return self.other_floors.get(precision, {})
+
+    def keep_floors(self, precision: str, floors: dict[int, Floor]) -> None:
+        """Add floors in a precision, by length."""
+        is_base = precision == self.experiment.base
+        there = self.floor if is_base else self.other_floors.setdefault(precision, {})
+        there.update(floors)
+
+    def floor_of(self, variant: str, seq_len: int) -> Floor | None:
+        """Return the floor in a variant's own precision and of the tokens it has to train on."""
+        recipe, base = variant_of(variant).recipe, self.experiment.base
+        floor = self.floors_in(recipe.precision(base) if recipe else base).get(seq_len)
+        has_padding = self.experiment.padded or self.experiment.documents
+        return None if floor and has_padding and floor.tokens is None else floor
+
+    def ms_by_round(self, floor: Floor | None) -> dict[int, float]:
         """Return the floor of each round's machine; empty if there is none."""
-        floor = self.floor.get(seq_len)
         if floor is None:
             return {}
         rounds = range(1, self.experiment.rounds + 1)

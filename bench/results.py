@@ -187,9 +187,14 @@ def merge(runs: list[Run]) -> Run:
         finished = [merged.finished_utc, run.finished_utc]
         for cell in run.cells:
             cell.round += before
-        cells, floor = merged.cells + run.cells, _merged_floor(merged, run)
+        cells = merged.cells + run.cells
+        floor = _merged_floor(merged, run, merged.experiment.base)
+        other_floors = {
+            precision: _merged_floor(merged, run, precision)
+            for precision in {**merged.other_floors, **run.other_floors}
+        }
         _widen(merged, run)
-        merged.cells, merged.floor = cells, floor
+        merged.cells, merged.floor, merged.other_floors = cells, floor, other_floors
         merged.experiment.rounds = before + run.experiment.rounds
         merged.experiment.steps = steps + run.experiment.steps
         merged.started_utc = min(merged.started_utc, run.started_utc)
@@ -205,11 +210,12 @@ def _measured(run: Run) -> set[tuple]:
     return {(cell.variant, cell.seq_len, *cell.step_ms, *cell.wall_ms) for cell in cells}
 
 
-def _merged_floor(one: Run, other: Run) -> dict[int, Floor]:
+def _merged_floor(one: Run, other: Run, precision: str) -> dict[int, Floor]:
     """Merge the floors of two runs. The rounds of `other` come after those of `one`."""
     merged = {}
-    for seq_len in {**one.floor, **other.floor}:
-        floors = [run.floor[seq_len] for run in (one, other) if seq_len in run.floor]
+    ours, theirs = one.floors_in(precision), other.floors_in(precision)
+    for seq_len in {**ours, **theirs}:
+        floors = [found[seq_len] for found in (ours, theirs) if seq_len in found]
         samples_ms = [ms for floor in floors for ms in floor.samples_ms]
         again_ms = [ms for floor in floors for ms in floor.recomputation_samples_ms]
         first = floors[0]
@@ -219,10 +225,11 @@ def _merged_floor(one: Run, other: Run) -> dict[int, Floor]:
             recomputation_ms=median(again_ms) if again_ms else first.recomputation_ms,
             recomputation_samples_ms=again_ms,
             labelled_tokens=next(filter(None, (floor.labelled_tokens for floor in floors)), None),
+            tokens=next(filter(None, (floor.tokens for floor in floors)), None),
             ms_by_round={
                 number + before: floor_ms
-                for run, before in ((one, 0), (other, one.experiment.rounds))
-                for number, floor_ms in run.floor_of_round(seq_len).items()
+                for run, found, before in ((one, ours, 0), (other, theirs, one.experiment.rounds))
+                for number, floor_ms in run.ms_by_round(found.get(seq_len)).items()
             },
         )
     return merged

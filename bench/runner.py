@@ -195,6 +195,7 @@ class Runner:
                 "tokens was measured, which is not kept; stop it, or give --allow-shared-gpu; the "
                 "same command continues"
             )
+        audit.check_floor(self.run, cell)
         audit.check_losses(self.run, cell)
         self.run.add(cell)
         self.save()

@@ -122,6 +122,11 @@ FAULTS = (
     # --- bench ---
     Fault("bench/audit.py", "WALL_SHARE * step_ms + WALL_MS", "WALL_SHARE * step_ms", "bench",
           "audit"),
+    Fault("bench/audit.py", "loss.item() == timings.losses[0]", "loss.item() is None", "bench",
+          "adversaries"),
+    Fault("bench/records.py", "recipe.precision(base) if recipe else base", "base", "bench",
+          "audit"),
+    Fault("bench/preparing.py", "numel() - batch.padding", "numel()", "bench", "floor"),
     Fault("bench/floor.py", "accumulate * ms for ms", "ms for ms", "bench", "floor"),
     # --- report ---
     Fault("report/statistics.py", "ratios + [1 / ratio for ratio in ratios]", "ratios", "report",

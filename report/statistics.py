@@ -103,7 +103,7 @@ def speedups(run: Run, variant: str, seq_len: int) -> list[float]:
 
 def _ratios_to_floor(run: Run, variant: str, seq_len: int) -> list[float]:
     """Return variant time / the floor's, in each round that has the variant."""
-    floor = run.floor_of_round(seq_len)
+    floor = run.ms_by_round(run.floor_of(variant, seq_len))
     own = run.round_ms(variant, seq_len)
     return [ms / floor[number] for number, ms in sorted(own.items())] if floor else []
 

@@ -204,7 +204,7 @@ def _floor_table(run: Run) -> str:
         return _ratio(in_bf16.median_step_ms, row.median_step_ms) if in_bf16 else ""
 
     def over_recomputation(row: SummaryRow) -> str:
-        floor = run.floor.get(row.seq_len)
+        floor = run.floor_of(row.variant, row.seq_len)
         if not floor or not floor.recomputation_ms or not variant_of(row.variant).checkpoints:
             return ""
         return _ratio(row.median_step_ms, floor.floor_ms + floor.recomputation_ms)

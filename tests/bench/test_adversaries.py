@@ -1,7 +1,9 @@
 """Variants that cheat, planted in the real harness: none may come out "ok"."""
 
+import threading
 import time
 from itertools import count
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -145,9 +147,47 @@ def sleep_outside_the_marks(built, patch):
     built.model.register_forward_hook(hook)
 
 
-def work_that_goes_on_after_the_last_mark(built, patch):
-    """Keep working, as another stream would: only the synchronisation waits for it."""
+def side_stream_that_nobody_waits_for(built, patch):
+    """Keep working as such a stream would: only the synchronisation waits for it."""
     patch.setattr(trainer.WallClock, "synchronize", lambda self: time.sleep(0.02))
+
+
+def thread_that_works_after_the_last_mark(built, patch):
+    """Begin in the update, and work until long after the step."""
+
+    x = torch.ones(256, 256)
+
+    def work(until):
+        while time.monotonic() < until:
+            x @ x
+
+    class Threaded(torch.optim.AdamW):
+        def step(self, closure=None):
+            threading.Thread(target=work, args=(time.monotonic() + 0.5,), daemon=True).start()
+            super().step(closure)
+
+    patch.setattr(torch.optim, "AdamW", Threaded)
+
+
+def elapsed_time_that_is_not_torchs(built, patch):
+    elapsed_time = torch.cuda.Event.elapsed_time
+    patch.setattr(torch.cuda.Event, "elapsed_time", lambda *marks: 0.96 * elapsed_time(*marks))
+
+
+def cached_result_of_a_repeated_input(built, patch):
+    """Take the loss and the gradients of a batch that the warm-up has seen from there."""
+    forward, trained, kept = built.model.forward, adapters(built), {}
+
+    def cached(input_ids, **inputs):
+        key = tuple(input_ids.flatten().tolist())
+        if key not in kept:
+            loss = forward(input_ids=input_ids, **inputs).loss
+            kept[key] = loss.detach(), torch.autograd.grad(loss, trained)
+        loss, gradients = kept[key]
+        zeros = ((p - p.detach()) * g for p, g in zip(trained, gradients, strict=True))
+        return SimpleNamespace(loss=loss + sum(zero.sum() for zero in zeros))
+
+    built.model.forward = cached
 
 
 def false_out_of_memory(built, patch):
@@ -186,7 +226,10 @@ OTHER_WORK = [
     (batches_that_lose_their_labels, "vanilla_peft", "batches were changed"),
     (loss_that_is_no_number, "vanilla_peft", "the loss of step 2 is nan"),
     (sleep_outside_the_marks, "vanilla_peft", "where the marks do not see it"),
-    (work_that_goes_on_after_the_last_mark, "vanilla_peft", "where the marks do not see it"),
+    (side_stream_that_nobody_waits_for, "vanilla_peft", "where the marks do not see it"),
+    (thread_that_works_after_the_last_mark, "vanilla_peft", "after its last mark"),
+    (elapsed_time_that_is_not_torchs, "vanilla_peft", "Event.elapsed_time"),
+    (cached_result_of_a_repeated_input, "vanilla_peft", "exactly"),
     (false_out_of_memory, "vanilla_peft", "the allocator never failed"),
     (all_mlps_fall_back_to_peft, "fused_mlp", "LoRA_MLPBackward ran 0 times"),
     (all_mlps_but_one_fall_back_to_peft, "fused_mlp", "LoRA_MLPBackward ran 1 times"),
@@ -196,8 +239,10 @@ OTHER_WORK = [
 
 
 @pytest.mark.slow(
-    "stale_output_buffer-vanilla_peft-as far from fp32", "batches_that_lose_their_labels"
-)
+    "stale_output_buffer-vanilla_peft-as far from fp32", "batches_that_lose_their_labels",
+    "thread_that_works_after_the_last_mark", "elapsed_time_that_is_not_torchs",
+    "cached_result_of_a_repeated_input",
+)  # fmt: skip
 @pytest.mark.parametrize(("cheat", "variant", "words"), [*WRONG, *OTHER_WORK])
 def test_a_cheat_is_named_and_a_wrong_result_is_not_timed(measure, cheat, variant, words):
     cell = measure(cheat, variant)

@@ -1,15 +1,22 @@
 """The audits after the timed steps, each just inside and just outside its limit."""
 
+import threading
+import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import example_results as example
 
 from batches import Batch
 from bench import audit, evidence
 from bench.audit import LOSS_STEPS, loss_gap
 from bench.evidence import Evidence
 from bench.profiler import Profile
+from bench.records import Floor
+from bench.runner import Runner
+from bench.stages import Stopwatch
 from trainer import CudaClock, Timings, Trainer
 from variants import Lora, Recipe
 
@@ -49,27 +56,35 @@ def test_each_wall_is_held_against_its_own_marks_and_the_median_counts(step_ms, 
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_work_left_on_another_stream_is_seen_by_the_wall():
-    class OnTheSide(torch.nn.Module):
+@pytest.mark.parametrize("hides", [None, "on a stream", "in a thread"])
+def test_work_left_on_another_stream_or_in_a_thread_is_seen(hides):
+    class Hides(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(4096, 4096, device="cuda"))
             self.stream = torch.cuda.Stream()
-            self.hides = False
+
+        @torch.no_grad()
+        def work(self, after_s=0.0):
+            time.sleep(after_s)
+            with torch.cuda.stream(self.stream):
+                for _ in range(20):
+                    self.weight @ self.weight
 
         def forward(self, input_ids, labels, attention_mask):
-            if self.hides:
-                with torch.cuda.stream(self.stream), torch.no_grad():
-                    for _ in range(20):
-                        self.weight @ self.weight
+            if hides == "on a stream":
+                self.work()
+            if hides == "in a thread":  # when the step is over
+                threading.Thread(target=self.work, args=(0.01,)).start()
             loss = (self.weight[0, 0] * input_ids - labels).float().pow(2).mean()
             return type("Output", (), {"loss": loss})
 
     batch = Batch(*(torch.ones(1, 1, dtype=torch.long, device="cuda") for _ in range(2)))
-    model = OnTheSide()
-    for model.hides, seen in ((False, False), (True, True)):
-        timings = Trainer(model, nullcontext, CudaClock(), 1e-3).run([batch], 5)
-        assert bool(audit.hidden_time(timings)) is seen
+    trainer = Trainer(Hides(), nullcontext, CudaClock(), 1e-3, max_warmup_steps=1)
+    timings = trainer.run([batch], 5, before_step=lambda done: time.sleep(0.2))
+    assert bool(audit.hidden_time(timings)) is (hides == "on a stream")
+    time.sleep(0.2)
+    assert bool(audit.step_again(trainer, [batch], timings)) is (hides == "in a thread")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +192,52 @@ def test_a_part_that_ran_too_seldom_is_told(step, told, made_up):
     recipe, modules, profile, how = step
     found = evidence.not_run(recipe, modules, profile, **how)
     assert found is None if told is None else found.startswith(told)
+
+
+# --- the floor ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "base", "step_ms", "is_possible"),
+    [
+        ("fused_mlp", "bf16", 320.1, True),
+        ("fused_mlp", "bf16", 319.9, False),
+        ("fused_mlp", "nf4", 329.9, False),
+        # not bf16's, which is slower than FP8's and faster than that of fp32
+        ("fp8_layer", "bf16", 180.1, True),
+        ("fp8_layer", "bf16", 179.9, False),
+        ("fp8_lm_head_graph", "bf16", 160.1, True),
+        ("fp8_lm_head_graph", "bf16", 159.9, False),
+        ("vanilla_peft_fp32", "bf16", 1999.9, False),
+        ("fused_bordered", "bf16", 319.9, False),  # which no version builds any more
+    ],
+)
+def test_a_step_faster_than_the_floor_of_its_own_precision_is_an_error(
+    variant, base, step_ms, is_possible
+):
+    run = example.empty(base=base, seq_lens=[512])
+    for precision, ms in {
+        "bf16": 320,
+        "nf4": 330,
+        "fp8": 180,
+        "fp8_lm_head": 160,
+        "fp32": 2000,
+    }.items():
+        run.keep_floors(precision, {512: Floor(ms, [ms])})
+    cell = example.timed_cell(variant, 512, 1, [step_ms] * 3)
+    runner = Runner(SimpleNamespace(), run, print, print, print, Stopwatch(run))
+    runner.keep(cell)
+    assert (cell.status == "ok") is is_possible
+    assert is_possible or f"{step_ms} ms, less than the {round(step_ms)}.0 ms" in cell.error
+
+
+def test_a_floor_of_padding_is_no_floor_and_that_of_another_round_neither():
+    run = example.empty(padded=True)
+    cell = example.timed_cell("fused_mlp", 64, 2, [30.0])
+    for tokens, by_round, status in ((None, {}, "ok"), (900, {2: 20.0}, "ok"), (900, {}, "error")):
+        run.floor[64] = Floor(40.0, [40.0], tokens=tokens, ms_by_round=by_round)
+        audit.check_floor(run, cell)
+        assert cell.status == status
 
 
 # --- losses and memory ----------------------------------------------------------------------------

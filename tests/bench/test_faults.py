@@ -40,7 +40,7 @@ def run_cells(plan, tmp_path, monkeypatch):
                 assert silence_limit_s == TIMEOUT_S
                 return worker(*rest, on_message) or isolated.Ended(None, "")
             if function is preparing.measure_floor:
-                on_message({"floor": {n: Floor(1.0, []) for n in rest[0]}})
+                on_message({"floor": {n: Floor(1.0, []) for n in rest[1]}})
             return isolated.Ended(None, "")
 
         monkeypatch.setattr(isolated, "run", stand_in)

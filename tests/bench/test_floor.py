@@ -1,14 +1,19 @@
 """The floor: it counts the operations it claims to, and its median is a median."""
 
+from dataclasses import replace
 from itertools import count
 
+import pytest
 import torch
+from cases.rehearsal_case import plan_of
 from pytest import approx
 from test_trainer import FakeClock
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
-from bench.floor import STEPS, WARMUP_STEPS, FrozenOperations, Shape, time_floor
+from bench import floor, preparing
+from bench.floor import STEPS, WARMUP_STEPS, FrozenOperations, Shape, is_possible, time_floor
+from trainer import CudaClock
 
 CONFIG = Qwen2Config(
     hidden_size=32,
@@ -24,10 +29,12 @@ class Work(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.flops = self.copied_bytes = 0
+        self.dtypes = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.mm.default:
-            a, b = args
+        if function in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
+            a, b, *_ = args
+            self.dtypes.append(a.dtype)
             self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
         if function is torch.ops.aten.copy_.default:
             self.copied_bytes += args[0].nbytes + args[1].nbytes
@@ -42,14 +49,16 @@ def work(step):
 
 
 def test_every_frozen_product_is_done_once_forward_and_once_backward():
-    """Check the recomputation too: each layer's forward without its down projection."""
+    """Check the recomputation too: each layer's forward without its down projection. After its
+    attention the last layer runs for the labelled tokens alone."""
     tokens, labelled = 2 * 8, 5
     shape = Shape.of(CONFIG)
     assert (shape.layers, shape.head_dim, shape.qkv) == (3, 8, (4 + 2 * 2) * 8)
     operations = FrozenOperations(shape, "cpu")
-    recomputed, down = 2 * tokens * 3 * (64 * 32 + 32 * 32 + 2 * 48 * 32), 2 * tokens * 3 * 32 * 48
-    lm_head = 2 * labelled * 64 * 32
-    forward_and_backward = 2 * (recomputed + down + lm_head)
+    qkv, others = 64 * 32, 32 * 32 + 2 * 48 * 32
+    recomputed, down, lm_head = 2 * tokens * 3 * (qkv + others), 32 * 48, 64 * 32
+    products = tokens * (3 * qkv + 2 * (others + down)) + labelled * (others + down + lm_head)
+    forward_and_backward = 2 * 2 * products
     assert work(operations.chain(2, 8, labelled)) == (forward_and_backward, 0)
     assert work(operations.recomputation(2, 8)) == (recomputed, 0)
     # in NF4, 4 bits and a byte for 64 of them are read, two are written; twice in a step
@@ -61,6 +70,44 @@ def test_every_frozen_product_is_done_once_forward_and_once_backward():
     assert len({id(weight) for layer in on_nf4.layers for weight in layer}) == 4
 
 
+@pytest.mark.parametrize(
+    ("precision", "in_layers", "in_head"),
+    [
+        ("bf16", torch.bfloat16, torch.bfloat16),
+        ("nf4", torch.bfloat16, torch.bfloat16),
+        ("fp32", torch.float32, torch.float32),
+        ("fp8", torch.float8_e4m3fn, torch.bfloat16),
+        ("fp8_lm_head", torch.float8_e4m3fn, torch.float8_e4m3fn),
+    ],
+)
+def test_the_floor_of_a_precision_multiplies_in_it(precision, in_layers, in_head):
+    operations = FrozenOperations(Shape.of(CONFIG), "cpu", precision)
+    with Work() as counted:
+        operations.chain(2, 8, 5)()
+    forward = [in_layers] * 4 * 3
+    assert counted.dtypes == [*forward, in_head, in_head, *forward]
+    assert counted.flops == work(FrozenOperations(Shape.of(CONFIG), "cpu").chain(2, 8, 5))[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [((), (8, 256)), (("--padded",), (8, 247)), (("--documents",), (7, 282))],
+)
+def test_padding_is_not_in_the_floor(rows, wanted, tmp_path, monkeypatch):
+    plan, timed = (
+        plan_of(tmp_path, "--seq-lens", "256", "--batch-size", "8", "--steps", "8", *rows),
+        [],
+    )
+
+    def time_floor(operations, *sizes):
+        timed.append(sizes[:2])
+
+    monkeypatch.setattr(floor, "time_floor", time_floor)
+    preparing.prepare_run(lambda message: None, plan)
+    preparing.measure_floor(lambda message: None, plan, "bf16", (256,))
+    assert timed == [wanted]
+
+
 def test_the_median_leaves_the_warm_up_out():
     result = time_floor(FrozenOperations(Shape.of(CONFIG), "cpu"), 1, 4, 3, FakeClock(count(1)))
     samples = [float(n) for n in range(WARMUP_STEPS + 1, WARMUP_STEPS + STEPS + 1)]
@@ -70,6 +117,19 @@ def test_the_median_leaves_the_warm_up_out():
     assert result.recomputation_samples_ms == later
     assert result.recomputation_ms == (later[STEPS // 2 - 1] + later[STEPS // 2]) / 2
     assert result.labelled_tokens == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_the_floor_in_fp8_is_below_that_in_bf16_and_that_in_fp32_above():
+    shape = replace(Shape.of(CONFIG), hidden=2048, intermediate=8192, vocabulary=32768)
+    precisions = [one for one in ("fp8_lm_head", "fp8", "bf16", "fp32")
+                  if is_possible(one, shape, "cuda")]  # fmt: skip
+    floors_ms = [
+        time_floor(FrozenOperations(shape, "cuda", one), 8, 512, 4000, CudaClock()).floor_ms
+        for one in precisions
+    ]
+    assert floors_ms == sorted(floors_ms)
 
 
 def test_a_step_of_four_micro_batches_has_four_times_the_floor_of_one():

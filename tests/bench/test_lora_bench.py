@@ -109,7 +109,7 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     results = saved(tmp_path)
     assert (results.experiment.accumulate, results.experiment.lora.rank) == (3, 4)
-    assert set(statuses(results).values()) == {"ok"} and not results.floor
+    assert set(statuses(results).values()) == {"ok"} and results.floor[16].tokens == 3 * 2 * 16
     for row, cell in zip(results.summary, results.cells, strict=True):
         assert len(cell.step_ms) == 3 and cell.parity.passed
         assert cell.variant == "vanilla_peft" or cell.loss_gap < 2e-3
@@ -209,7 +209,7 @@ def test_a_run_with_an_error_or_without_a_time_has_failed_and_errors_are_measure
             if outcome == "dies":
                 return isolated.Ended("killed by SIGKILL", "the last words")
             if outcome == "ok":
-                cell = example.timed_cell(variant, seq_len, round_number, [2.0] * 3)
+                cell = example.timed_cell(variant, seq_len, round_number, [2e3] * 3)
             else:
                 cell = Cell(variant, seq_len, round_number, outcome, error="wrong")
             on_message({"cell": cell})

@@ -73,7 +73,9 @@ def with_todays_id(found):
         ids = [OLD_IDS.get(id, id) for id in found["variants"]]
         newer = {name: found.get(name, usual) for name, usual in NEWER.items()}
         return {"variants": ids, **newer}
-    return {"stages_s": found.get("stages_s")} if "schema_version" in found else {}
+    if "schema_version" in found:
+        return {"stages_s": found.get("stages_s"), "other_floors": found.get("other_floors", {})}
+    return {}
 
 
 def test_the_published_runs_are_found():

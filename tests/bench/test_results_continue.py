@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from bench import results
 from bench.experiment_records import Git, Tokens
+from bench.records import Floor
 from report.statistics import summarize
 
 LORA, ADAMW = example.experiment().lora, example.experiment().optimizer
@@ -145,6 +146,7 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one(tmp_path):
     two.floor[64].samples_ms, one.floor[64].samples_ms = [50.0, 60.0], [40.0]
     one.floor[64].floor_ms, two.floor[64].floor_ms = 40.0, 55.0
     two.floor[64].recomputation_samples_ms = [10.0, 12.0]  # one is of before there was any
+    two.other_floors = {"fp8": {64: Floor(30.0, [30.0])}}
     for run in (one, two):
         run.summary = summarize(run)
     two.started_utc, one.finished_utc = "2020-01-01T00:00:00+00:00", None
@@ -162,6 +164,7 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one(tmp_path):
     assert merged.floor[64].floor_ms == 50.0
     assert merged.floor[64].recomputation_ms == 11.0
     assert merged.floor[64].ms_by_round == {1: 40.0, 2: 40.0, 3: 55.0, 4: 55.0}
+    assert merged.other_floors["fp8"][64].ms_by_round == {3: 30.0, 4: 30.0}
     assert merged.started_utc == "2020-01-01T00:00:00+00:00"
     assert merged.finished_utc is None
     # paired on the GPU that measured both, over its own floor, as in each run

@@ -48,7 +48,7 @@ def test_a_rehearsal_on_two_is_timed_every_way_and_is_not_repeated(tmp_path, mon
     assert lora_bench.main(asked) == 0
     run = store.load(tmp_path / "results.json")
     (cell,), (row,) = run.cells, run.summary
-    assert run.experiment.gpus == len(cell.gpus) == 2 and not run.floor
+    assert run.experiment.gpus == len(cell.gpus) == 2 and run.floor[16].tokens == 2 * 4 * 16
     assert (cell.status, cell.step_ms) == ("ok", cell.gpus[0].step_ms)
     assert [len(gpu.unsynchronised_ms) for gpu in cell.gpus] == [2, 2]
     assert [len(gpu.alone_ms) for gpu in cell.gpus] == [2, 0]

@@ -201,8 +201,8 @@ def test_a_variant_without_memory_beside_others_says_that_they_do_not_fit(said, 
 @pytest.mark.parametrize(
     ("turn_steps", "wanted"),
     [
-        (3, ["wait", "warm-up", "wait", 0, 1, 2, "wait", 3, "wait", "profile"]),
-        (None, ["wait", "warm-up", 0, 1, 2, 3, "profile"]),
+        (3, ["wait", "warm-up", "wait", 0, 1, 2, "wait", 3, "again", "wait", "profile"]),
+        (None, ["wait", "warm-up", 0, 1, 2, 3, "again", "profile"]),
     ],
 )
 def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, monkeypatch):
@@ -226,6 +226,7 @@ def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, m
         counted.append(own)
         raise KeyboardInterrupt  # other tests see the rest
 
+    monkeypatch.setattr(cells.audit, "step_again", lambda *_: events.append("again"))
     monkeypatch.setattr(cells, "profile_step", lambda *_: events.append("profile") or Profile())
     monkeypatch.setattr(machine, "other_processes", count)
     batch = SimpleNamespace(to=lambda _: batch)

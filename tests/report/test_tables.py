@@ -149,9 +149,10 @@ def test_steps_beside_the_floor_by_hand():
         run.add(example.timed_cell(variant, 512, 1, [ms] * 4, peak_allocated_bytes=peak))
     run.add(Cell(offload, 512, 1, "oom", error="made up for a test"))
     run.floor = {512: Floor(320.0, [320.0], recomputation_ms=80.0)}
+    run.other_floors = {"fp8_lm_head": {512: Floor(160.0, [160.0])}}
     in_bf16, in_fp8, failed = rows_in(tables.beside_floor_section([run]))
     assert [*in_bf16.values()] == ["512", title_of(graph), "400.0", "40,960", "", "1.25", "3.0"]
-    assert (in_fp8["× bf16's speed"], in_fp8["× floor"]) == ("1.60", "0.78")
+    assert (in_fp8["× bf16's speed"], in_fp8["× floor"]) == ("1.60", "1.56")
     assert failed["step, ms"] == "out of memory" and "× floor and recomputation" not in failed
     run.add(example.timed_cell(offload, 512, 1, [500.0] * 4))
     row = row_of(tables.beside_floor_section([run]), "everything fused")
