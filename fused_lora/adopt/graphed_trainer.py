@@ -2,13 +2,11 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -148,9 +146,7 @@ class GraphedSteps:
         module = _decoder_in(model)
         assert module is not None
         if self.decoder is None or self.decoder.module is not module:
-            self.decoder = GraphedDecoder(
-                module, _state_of(model), partial(_forget_memory, module), self.max_graphs
-            )
+            self.decoder = GraphedDecoder(module, partial(_forget_memory, module), self.max_graphs)
         wrapped = next((one for one in inputs if isinstance(one, DistributedDataParallel)), None)
         with self.decoder.in_place(), _without_sync(wrapped):
             loss = self._own_step(*inputs, **options)
@@ -260,15 +256,3 @@ def _forget_memory(decoder: nn.Module) -> None:
     for borders in filter(None, map(borders_of, decoder.modules())):
         borders.forget()
     memories_of(decoder).forget()
-
-
-def _state_of(model: nn.Module) -> Callable[[], Hashable]:
-    """Return a function that tells how the adapters of a model are switched and scaled."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    return lambda: tuple(
-        (
-            one.disable_adapters, one.merged, tuple(one.active_adapters),
-            tuple(getattr(one, "scaling", {}).values()),
-        )
-        for one in layers
-    )  # fmt: skip
