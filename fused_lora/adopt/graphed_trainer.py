@@ -16,6 +16,7 @@ from ..step.flat_gradients import FlatGradients
 from ..step.graphed_module import GraphedModule
 from .documents import decoders
 from .foreign import checkpointing
+from .foreign.trl_head import is_flat_collator
 from .four_bit.parts import memories_of
 from .layer import borders_of
 
@@ -40,8 +41,8 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     runs eagerly, and a warning names it once.
 
     Batches of one shape share a graph, so we keep their lengths to max_graphs. A trainer that packs
-    (TRL's packing=True) gets a `FilledRows` as its collator. One that pads gets a copy of its
-    collator with a `pad_to_multiple_of`, unless you have set that. With any other collator, keep
+    (TRL's packing=True) gets a `FilledRows` in place of TRL's collator. A collator that pads,
+    yours too, is copied with a `pad_to_multiple_of`, unless you have set that. With any other, keep
     the number of lengths small yourself.
 
     Graphs hold the activations of the largest shape until `remove`, also while you evaluate. They
@@ -166,7 +167,7 @@ class GraphedSteps:
         if is_flat:
             longest *= args.train_batch_size
         multiple = -(-longest // (MULTIPLE * self.max_graphs)) * MULTIPLE
-        if getattr(args, "packing", False) and is_flat:
+        if getattr(args, "packing", False) and is_flat_collator(own):
             return FilledRows(min(multiple, longest))
         if getattr(own, "pad_to_multiple_of", 1) is not None:
             return own

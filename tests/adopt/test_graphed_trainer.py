@@ -277,6 +277,32 @@ def test_remove_leaves_the_trainer_as_it_was(tmp_path, device):
     assert [dict(vars(layer)) for _, layer in layers_of(model)] == switches
 
 
+@pytest.mark.parametrize("change", ["subclass", "instance", "class"])
+def test_a_collator_that_is_not_trls_own_keeps_its_labels(change, tmp_path, device, monkeypatch):
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+    trainer = trainer_of("SFTTrainer", model, tmp_path, packing=True, max_length=16)
+    cls, collate = type(trainer.data_collator), type(trainer.data_collator).torch_call
+    own = cls(pad_token_id=1, padding_free=True)
+
+    def masked(self, examples):
+        batch = collate(self, examples)
+        batch["labels"][batch["input_ids"] % 2 == 0] = -100
+        return batch
+
+    if change == "subclass":
+        own = type("OddTokens", (cls,), {"torch_call": masked})(pad_token_id=1, padding_free=True)
+    elif change == "instance":
+        own.torch_call = lambda examples: masked(own, examples)
+    else:
+        monkeypatch.setattr(cls, "torch_call", masked)
+    trainer.data_collator = own
+    graph_steps(trainer)
+    assert type(trainer.data_collator) is type(own)
+    batch = next(iter(trainer.get_train_dataloader()))
+    is_even = batch["input_ids"] % 2 == 0
+    assert (batch["labels"][is_even] == -100).all() and (batch["labels"] != -100).any()
+
+
 def with_args(**args):
     return lambda trainer: vars(trainer.args).update(args)
 
