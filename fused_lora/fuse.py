@@ -5,7 +5,6 @@ instance, so state_dict, saving, loading and merging are untouched. At each call
 checks whether it may replace the module's own, and steps aside if not (`adopt/site.py`).
 """
 
-import warnings
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -38,6 +37,7 @@ from .adopt.setting import running_in, set_forwards
 from .adopt.site import Part
 from .adopt.switches import BORDERS, SWITCHES, switches_for
 from .step.checkpoint import POLICIES, Checkpoint
+from .telling import warn
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
         vars(module).pop(ASKED, None)
     setattr(model, ASKED, earlier | {*ask.parts})
     if ask.early:
-        warnings.warn(f"fuse: {', '.join(sorted(ask.early))} left out: {NO_ADAPTERS}", stacklevel=2)
+        warn(f"fuse: {', '.join(sorted(ask.early))} left out: {NO_ADAPTERS}")
     return report(model)
 
 
@@ -164,7 +164,7 @@ def _parts_of(fusion: Fusion) -> list[str]:
 
 
 class _Asked:
-    """What a call of `fuse` asks for.
+    """A request for parts, made by a call of `fuse`.
 
     parts: all of it. wanted: the parts that the model has modules for. kind: the kind of borders
     for whole layers, or None. early: parts left out only because there are no adapters yet.

@@ -1,7 +1,6 @@
 """CUDA graphs in a `Trainer`, in one call."""
 
 import copy
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from ..packing import FilledRows
 from ..step.checkpoint import Checkpoint
 from ..step.flat_gradients import FlatGradients
 from ..step.graphed_module import GraphedModule
+from ..telling import warn
 from .documents import decoders
 from .foreign import checkpointing
 from .foreign.trl_head import is_flat_collator
@@ -103,7 +103,7 @@ class GraphedSteps:
         self._held: FlatGradients | None = None  # on several ranks
         self.why_not = self._why_not()
         if self.why_not:
-            warnings.warn(f"graph_steps: all steps run eagerly: {self.why_not}", stacklevel=3)
+            warn(f"graph_steps: all steps run eagerly: {self.why_not}")
             return
         args = trainer.args
         self._own_step, self._filters_nan = trainer.training_step, args.logging_nan_inf_filter

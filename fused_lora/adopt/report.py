@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from .borders import Border
-from .foreign.checkpointing import layers_of, policy_of
+from .foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
 from .foreign.forwards import fused_parts_of
 from .layer import borders_of
 from .projection import BASE_IS_TRAINED, has_adapters
@@ -68,6 +68,10 @@ def report_on(model: nn.Module) -> FusionReport:
     layers = {name: policy_of(layer) for name, layer in layers_of(model)}
     if any(layers.values()):
         found.fused["checkpoint"] = [name for name, policy in layers.items() if policy]
+    for name, layer in layers_of(model):
+        if (reason := why_not_checkpointed(layer)) is not None:
+            found.left[f"{name} as checkpoint"] = reason
+            found.fused["checkpoint"].remove(name)
     return found
 
 

@@ -41,7 +41,7 @@ from .graph_checks import (
 from .learning_rates import LearningRates
 from .masks import LayersWithoutMask
 from .padding_seen import PaddingSeen
-from .settings import Settings
+from .settings import ModuleSettings
 
 # The first compiles and makes the optimizer's state. The second runs as all later ones will.
 EAGER_CALLS = 2
@@ -203,7 +203,7 @@ class GraphedStep(Joinable):
         device = self._parameters[0].device
         self._cuda = self._backend(device)
         self._held = FlatGradients(self._trained, self.process_group)
-        self._padding, self._settings = PaddingSeen(), Settings(self.model)
+        self._padding, self._settings = PaddingSeen(), ModuleSettings(self.model)
         self._learning_rates = LearningRates(self.optimizer, device)
 
     # --- one call ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..layer.buffer import PlacedWeight
-from .settings import Settings
+from .settings import ModuleSettings
 
 
 def check_arguments(
@@ -140,7 +140,7 @@ def which_train(parameters: Iterable[Tensor]) -> tuple[bool, ...]:
 
 
 def worked_on(
-    parameters: Iterable[Tensor], settings: Settings, optimizer: torch.optim.Optimizer | None
+    parameters: Iterable[Tensor], settings: ModuleSettings, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
     """Return everything else that must not change after capture. optimizer: the update's, or
     None."""

@@ -13,7 +13,6 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#partial-network-capture
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..telling import warn
 from .capture import Cuda, copy_into, empty_buffers, noting
 from .checkpoint import policies_in
 from .graph import EAGER_CALLS
@@ -30,7 +30,7 @@ from .leaves import new_leaves
 from .masks import MASK, LayersWithoutMask
 from .padding_seen import PaddingSeen
 from .replays import CapturedModule, Replays
-from .settings import Settings
+from .settings import ModuleSettings
 
 HIDDEN = "last_hidden_state"
 CACHES = ("past_key_values", "cache")  # as transformers up to 5.23 names it, and from 5.24 on
@@ -40,8 +40,8 @@ class GraphedModule:
     """A module's forward that replays CUDA graphs, one pair for each form of its inputs.
 
     Within `in_place` it is the module's forward. Each form (shapes, dtypes, constants, autocast,
-    which parameters train, `Settings`) runs eagerly twice and is captured at its third call. A form
-    that cannot be captured keeps running eagerly, and each reason is given once, as a warning.
+    which parameters train, `ModuleSettings`) runs eagerly twice and is captured at its third call.
+    One that cannot be captured keeps running eagerly, and each reason is given once, as a warning.
 
     Args:
         module: on one CUDA device. It takes tensors and constants, and returns a dataclass with
@@ -62,7 +62,7 @@ class GraphedModule:
 
     def reset(self) -> None:
         """Drop all graphs and their memory. Every form starts over with eager calls."""
-        self._settings = Settings(self.module)
+        self._settings = ModuleSettings(self.module)
         device = next(self.module.parameters()).device
         # graphs with a backward hold activations that no other replay may overwrite
         self._cuda = {True: self._backend(device), False: self._backend(device)}
@@ -145,9 +145,9 @@ class GraphedModule:
             alike = sum(one.with_gradients is with_gradients for one in self._forms.values())
             if alike >= self.max_graphs:
                 self._say(
-                    f"batches have more than max_graphs={self.max_graphs} shapes, or so much else "
-                    "changes (what trains, modes, dropouts, adapters), and others run eagerly: "
-                    "pack them with FilledRows, or pad to few lengths"
+                    f"batches have more than max_graphs={self.max_graphs} shapes (or "
+                    "settings of adapters and dropout), and others run eagerly: use FilledRows, or "
+                    "pad to few lengths"
                 )
                 return None
             without_mask = LayersWithoutMask(self.module, inputs, self._padding)
@@ -157,7 +157,7 @@ class GraphedModule:
     def _say(self, reason: str) -> None:
         if reason not in self.told:
             self.told.add(reason)
-            warnings.warn(f"graph_steps: {reason}", stacklevel=4)
+            warn(f"graph_steps: {reason}")
 
     # --- capture ----------------------------------------------------------------------------------
 

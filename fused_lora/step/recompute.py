@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..layer.saved import split
 from ..rerun import Keep, runs
-from .settings import Settings
+from .settings import ModuleSettings
 
 
 def recomputed(
@@ -82,7 +82,7 @@ class _Run:
         generators = _generators_of(tensors[0]) if keep_random_state else ()
         self.random_states = [(one, one.get_state()) for one in generators]
         self.keep, self.see = keep, see
-        self.settings = Settings(nn.Module() if module is None else module)
+        self.settings = ModuleSettings(nn.Module() if module is None else module)
         self.were = self.settings.kept()
         self.kept: list[list[tuple[bool, Any]]] = []  # by call of `once`: is_tensor, value
         self.ends: list[int] = []  # by call of `saving_last`: tensors saved when it ended

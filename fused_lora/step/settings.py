@@ -1,4 +1,4 @@
-"""Settings of a module that its forward reads on the host: modes, dropouts, adapters.
+"""ModuleSettings of a module that its forward reads on the host: modes, dropouts, adapters.
 
 A graph repeats those that it was captured with (`graph.py`, `graphed_module.py`). A recompute needs
 those of the forward (`recompute.py`).
@@ -25,7 +25,7 @@ AS_TUPLE: dict[type, Callable[[Any], Any]] = {list: tuple, dict: lambda one: tup
 COPIED: dict[type, Callable[[Any], Any]] = {list: list, dict: dict}
 
 
-class Settings:
+class ModuleSettings:
     """The settings of a module and of those in it. Each call reads them anew.
 
     The modules are found once. A layer with seven adapters takes 20 us for that and 8 to be read.

@@ -2,6 +2,8 @@
 when transformers' own checkpointing or a cache is switched on and off beside it."""
 
 import copy
+import re
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -13,9 +15,9 @@ from cases.reference import relative_error
 from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
-from fused_lora import Fusion, fuse, unfuse
+from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.foreign.checkpointing import policy_of
-from fused_lora.step.settings import Settings
+from fused_lora.step.settings import ModuleSettings
 
 KEPT = {"checkpoint": "selective", "checkpoint_gib": 90e3 / 2**30}  # one layer of three
 NONE_KEPT = {"checkpoint": "selective", "checkpoint_gib": 0}
@@ -172,7 +174,7 @@ def test_a_recompute_sees_the_model_as_its_forward_did(checkpoint, fusion, chang
         torch.manual_seed(1)
         loss = loss_of(model, batch(model, length=SHORT))
         change(model)
-        settings = Settings(model)
+        settings = ModuleSettings(model)
         before = settings.modes(), settings.adapters()
         loss.backward()
         assert (settings.modes(), settings.adapters()) == before
@@ -180,6 +182,21 @@ def test_a_recompute_sees_the_model_as_its_forward_did(checkpoint, fusion, chang
     for (name, got), (_, want) in zip(*found, strict=True):
         assert (got is None) == (want is None), name
         assert got is None or relative_error(got, want) < 2e-5, name
+
+
+def test_in_eval_mode_it_says_that_nothing_is_checkpointed(device):
+    fused, plain, _ = pair(device, Fusion(cross_entropy=True, checkpoint="full"))
+    fused.eval(), plain.eval()
+    said = "transformers checkpoints nothing in eval mode: call model.train()"
+    found = report(fused)
+    assert found.fused["checkpoint"] == [] and all(said in why for why in found.left.values())
+    assert [*found.left] == [f"{LAYERS}.{index} as checkpoint" for index in range(2)]
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        assert_same(fused, plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        step(fused, length=SHORT)
+    assert len(report(fused.train()).fused["checkpoint"]) == 2 and not report(fused).left
 
 
 # --- beside transformers' own switch --------------------------------------------------------------
