@@ -5,7 +5,6 @@ instance, so state_dict, saving, loading and merging are untouched. At each call
 checks whether it may replace the module's own, and steps aside if not (`adopt/site.py`).
 """
 
-import warnings
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,11 +24,20 @@ from .adopt.foreign.parallel import (
 )
 from .adopt.four_bit.reading import bytes_in_buffers
 from .adopt.own_memory import unborder
-from .adopt.report import ASKED_EARLY, NO_ADAPTERS, PARTS_SET, FusionReport, explained, report_on
+from .adopt.report import (
+    ASKED,
+    NO_ADAPTERS,
+    PARTS_SET,
+    FusionReport,
+    asked_for,
+    explained,
+    report_on,
+)
 from .adopt.setting import running_in, set_forwards
 from .adopt.site import Part
 from .adopt.switches import BORDERS, SWITCHES, switches_for
 from .step.checkpoint import POLICIES, Checkpoint
+from .telling import warn
 
 
 @dataclass(frozen=True)
@@ -142,37 +150,36 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
         checkpointing.hold(model)
     if ask.wanted or policy is not None:
         setattr(model, REPLICATE, refuse_data_parallel)
+    earlier = asked_for(model) - (BORDERS.keys() if "layer" in ask.parts else set())
     for module in model.modules():
-        vars(module).pop(ASKED_EARLY, None)
-    found = report(model)
-    # the report lists nothing inside layers that run whole
-    within = tuple(f"{name}." for name in found.fused.get("layer", ()))
-    refused = {name: why for name, why in ask.refused.items() if not name.startswith(within)}
+        vars(module).pop(ASKED, None)
+    setattr(model, ASKED, earlier | {*ask.parts})
     if ask.early:
-        setattr(model, ASKED_EARLY, frozenset(ask.early))
-        warnings.warn(f"fuse: {', '.join(sorted(ask.early))} left out: {NO_ADAPTERS}", stacklevel=2)
-    return FusionReport(found.fused, found.left | refused, found.counts)
+        warn(f"fuse: {', '.join(sorted(ask.early))} left out: {NO_ADAPTERS}")
+    return report(model)
 
 
 def _parts_of(fusion: Fusion) -> list[str]:
-    return [part for part in SWITCHES if getattr(fusion, part)]
+    return [part for part in (*SWITCHES, *BORDERS) if getattr(fusion, part)]
 
 
 class _Asked:
-    """The parts that a call of `fuse` asks for and that the model has modules for.
+    """A request for parts, made by a call of `fuse`.
 
-    wanted: the parts. kind: the kind of borders for whole layers, or None. refused: why others are
-    left out, by part or module. early: parts left out only because there are no adapters yet.
+    parts: all of it. wanted: the parts that the model has modules for. kind: the kind of borders
+    for whole layers, or None. early: parts left out only because there are no adapters yet.
     """
 
     def __init__(self, model: nn.Module, fusion: Fusion, strict: bool):
         self.model, self.strict = model, strict
-        self.refused: dict[str, str] = {}
+        self.parts = _parts_of(fusion)
         self.early: set[str] = set()
         self.kind: type[Border] | None = None
         asked = next((switch for switch in BORDERS if getattr(fusion, switch)), "")
         switches = switches_for(BORDERS.get(asked))
-        self.wanted = {part for part in _parts_of(fusion) if self._may_run(part, switches[part])}
+        self.wanted = {
+            part for part in SWITCHES if part in self.parts and self._may_run(part, switches[part])
+        }
         if asked and "layer" in self.wanted and self._may_lie_in(asked):
             self.kind = BORDERS[asked]
 
@@ -189,24 +196,19 @@ class _Asked:
             raise ValueError(f"fuse: {part}=True fuses no module: {reason}{to_do}")
         if reason == NO_ADAPTERS:
             self.early.add(part)
-        self.refused |= {f"{name} as {part}": why for name, why in reasons.items() if why}
-        if not reasons:
-            self.refused[part] = reason
         return False
 
     def _may_lie_in(self, switch: str) -> bool:
         kind = BORDERS[switch]
-        why_not = {
-            f"{name}{kind.precision}": kind.why_not(layer)
+        why_not = (
+            kind.why_not(layer)
             for name, layer, site in switches_for(kind)["layer"].candidates(self.model)
             if site.why_not(self.model, name) is None  # else it runs in parts
-        }
-        reasons = {name: why for name, why in why_not.items() if why}
-        if reasons and self.strict:
-            reason = next(iter(reasons.values()))
+        )
+        reason = next(filter(None, why_not), None)
+        if reason and self.strict:
             raise ValueError(f"fuse: {switch}=True fuses no layer: {reason}")
-        self.refused |= reasons
-        return not reasons
+        return reason is None
 
 
 def _check_model(function: str, model: Any) -> None:
@@ -237,7 +239,7 @@ def unfuse(model: nn.Module) -> list[str]:
     _check_model("unfuse", model)
     names = []
     for name, module in model.named_modules():
-        for attribute in (REGISTER, REPLICATE, PARTS_SET, ASKED_EARLY):
+        for attribute in (REGISTER, REPLICATE, PARTS_SET, ASKED):
             vars(module).pop(attribute, None)
         remove_taker(module)
         had_forward, had_policy = take_back(module), checkpointing.remove(module)
@@ -254,8 +256,8 @@ def report(model: nn.Module) -> FusionReport:
 
     A module counts as left if its adapters are merged, it is on the CPU, or somebody has replaced
     its forward since. So does one that reads FSDP's weights, which are sharded between forwards,
-    and a part asked for before the model had adapters, until you call `fuse` again. Modules inside
-    a layer that runs fused as a whole are not listed.
+    and one that was not able to run fused when you called `fuse`, until you call it again. Modules
+    inside a layer that runs fused as a whole are not listed.
     """
     _check_model("report", model)
     return report_on(model)

@@ -53,6 +53,17 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
     assert not riddles
 
 
+def test_one_function_warns():
+    """`warn` points at the user's line. A stacklevel points into a library."""
+    calls = [
+        str(path)
+        for path, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+    ]
+    assert calls == ["fused_lora/telling.py"]
+
+
 def test_modules_at_the_root_import_no_room_above_them():
     """import-linter cannot see these modules, because they are in no package."""
     above = ["models", "trainer", "bench", "report", "lora_bench"]

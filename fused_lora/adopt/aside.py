@@ -4,13 +4,14 @@ We give each reason once for all modules of a model. We skip reasons that the re
 already gave for the module, and those that the user asked for.
 """
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..telling import warn
+from .foreign.checkpointing import IN_EVAL_MODE, layers_of, why_not_checkpointed
 from .foreign.forwards import HOOKED, has_lora, owner_of, trl_head_of
 from .foreign.trl_head import trl_forward
 from .foreign.versions import as_named, class_forward
@@ -25,16 +26,21 @@ def say_once(module: nn.Module, reason: str) -> None:
     owner = owner_of(module) or owner_of(module, HOOKED)
     if owner is None or reason in owner.reported or any(wish in reason for wish in WISHES):
         return
-    if torch.compiler.is_compiling():
-        _warn(type(module).__name__, reason)
-    elif reason not in owner.told:
+    if not torch.compiler.is_compiling():
+        if reason in owner.told:
+            return
         owner.told.add(reason)
-        _warn(type(module).__name__, reason)
+    warn(f"a fused {type(module).__name__} stepped aside: {reason} (see fused_lora.report)")
 
 
-@torch.compiler.assume_constant_result  # torch.compile calls it while it traces
-def _warn(name: str, reason: str) -> None:
-    warnings.warn(f"a fused {name} stepped aside: {reason} (see fused_lora.report)", stacklevel=4)
+def say_not_checkpointed(model: nn.Module) -> None:
+    """Warn if layers should be checkpointed and are not, in the first call after `fuse`."""
+    owner = owner_of(model)
+    if owner is None or IN_EVAL_MODE in owner.told:
+        return
+    owner.told.add(IN_EVAL_MODE)
+    if any(why_not_checkpointed(layer) for _, layer in layers_of(model)):
+        warn(f"checkpoint: {IN_EVAL_MODE}")
 
 
 def step_aside(module: nn.Module, reason: str, *inputs, **options):

@@ -1,7 +1,6 @@
 """The switch `cross_entropy`: the forward it sets on a causal language model."""
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields
@@ -18,7 +17,8 @@ from transformers.loss import loss_utils
 
 from ..cross_entropy import linear_cross_entropy
 from ..label_check import note
-from .aside import say_once
+from ..telling import warn
+from .aside import say_not_checkpointed, say_once
 from .documents import check_not_empty, fills_cache
 from .foreign.forwards import trl_head_of
 from .foreign.no_logits import without_logits
@@ -158,11 +158,12 @@ def causal_lm_forward(
     max_labelled_tokens: int | None = None,
     **options,
 ):
-    """Compute the loss without logits (`no_logits.py`), in training with labels.
+    """Compute the loss without logits (`no_logits.py`) of a call with labels, in training mode or
+    with gradients: from_pretrained leaves a model in eval mode, and it trains all the same.
 
     A cache that only the model's config asks for is not filled: with one, no layer would run whole.
-    Without training or labels the class's own forward runs, logits and all. It also runs, with a
-    warning, if a call asks for something that the fused loss does not know (label_smoothing,
+    In evaluation or without labels the class's own forward runs, logits and all. It also runs, with
+    a warning, if a call asks for something that the fused loss does not know (label_smoothing,
     z_loss). Its loss_function decides what happens to that; transformers' reads neither.
 
     max_labelled_tokens is ours. It skips the matmuls of ignored tokens in a CUDA graph, where the
@@ -187,20 +188,23 @@ def causal_lm_forward(
         reason = reason or why_not_options(model, logits_to_keep, options) or ""
         return answer_trl(model, head, reason, inputs, options, labels=labels, **asked)
     head, reason = attempt(read_loss_head, model)
-    if labels is not None and model.training and not reason:
+    may_train = model.training or torch.is_grad_enabled()
+    if labels is not None and may_train and not reason:
         reason = why_not_options(model, logits_to_keep, options) or ""
     if reason:
         say_once(model, reason)
-    if labels is None or not model.training or reason:
+    if labels is None or not may_train or reason:
         return class_forward(
             model, labels=labels, logits_to_keep=logits_to_keep, **inputs, **options
         )
+    if not model.training and not torch.compiler.is_compiling():
+        say_not_checkpointed(model)
     num_items = options.pop("num_items_in_batch", None)
     for name in ("return_dict", "output_router_logits"):  # neither is asked for
         options.pop(name, None)
     check_not_empty(model, inputs)
     if use_cache is None and "use_cache" in own and _needs_no_cache(model.model, inputs):
-        warnings.warn(NO_CACHE, stacklevel=2)
+        warn(NO_CACHE)
         inputs["use_cache"] = False
     shifted = shifted_by_one(labels).to(head.weight.device)
     if not torch.compiler.is_compiling():

@@ -1,14 +1,11 @@
 """CUDA graphs in a `Trainer`, in one call."""
 
 import copy
-import warnings
-from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,8 +13,10 @@ from ..packing import FilledRows
 from ..step.checkpoint import Checkpoint
 from ..step.flat_gradients import FlatGradients
 from ..step.graphed_module import GraphedModule
+from ..telling import warn
 from .documents import decoders
 from .foreign import checkpointing
+from .foreign.trl_head import is_flat_collator
 from .four_bit.parts import memories_of
 from .layer import borders_of
 
@@ -42,8 +41,8 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     runs eagerly, and a warning names it once.
 
     Batches of one shape share a graph, so we keep their lengths to max_graphs. A trainer that packs
-    (TRL's packing=True) gets a `FilledRows` as its collator. One that pads gets a copy of its
-    collator with a `pad_to_multiple_of`, unless you have set that. With any other collator, keep
+    (TRL's packing=True) gets a `FilledRows` in place of TRL's collator. A collator that pads,
+    yours too, is copied with a `pad_to_multiple_of`, unless you have set that. With any other, keep
     the number of lengths small yourself.
 
     Graphs hold the activations of the largest shape until `remove`, also while you evaluate. They
@@ -104,7 +103,7 @@ class GraphedSteps:
         self._held: FlatGradients | None = None  # on several ranks
         self.why_not = self._why_not()
         if self.why_not:
-            warnings.warn(f"graph_steps: all steps run eagerly: {self.why_not}", stacklevel=3)
+            warn(f"graph_steps: all steps run eagerly: {self.why_not}")
             return
         args = trainer.args
         self._own_step, self._filters_nan = trainer.training_step, args.logging_nan_inf_filter
@@ -148,9 +147,7 @@ class GraphedSteps:
         module = _decoder_in(model)
         assert module is not None
         if self.decoder is None or self.decoder.module is not module:
-            self.decoder = GraphedDecoder(
-                module, _state_of(model), partial(_forget_memory, module), self.max_graphs
-            )
+            self.decoder = GraphedDecoder(module, partial(_forget_memory, module), self.max_graphs)
         wrapped = next((one for one in inputs if isinstance(one, DistributedDataParallel)), None)
         with self.decoder.in_place(), _without_sync(wrapped):
             loss = self._own_step(*inputs, **options)
@@ -170,7 +167,7 @@ class GraphedSteps:
         if is_flat:
             longest *= args.train_batch_size
         multiple = -(-longest // (MULTIPLE * self.max_graphs)) * MULTIPLE
-        if getattr(args, "packing", False) and is_flat:
+        if getattr(args, "packing", False) and is_flat_collator(own):
             return FilledRows(min(multiple, longest))
         if getattr(own, "pad_to_multiple_of", 1) is not None:
             return own
@@ -260,15 +257,3 @@ def _forget_memory(decoder: nn.Module) -> None:
     for borders in filter(None, map(borders_of, decoder.modules())):
         borders.forget()
     memories_of(decoder).forget()
-
-
-def _state_of(model: nn.Module) -> Callable[[], Hashable]:
-    """Return a function that tells how the adapters of a model are switched and scaled."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    return lambda: tuple(
-        (
-            one.disable_adapters, one.merged, tuple(one.active_adapters),
-            tuple(getattr(one, "scaling", {}).values()),
-        )
-        for one in layers
-    )  # fmt: skip

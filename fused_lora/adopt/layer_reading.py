@@ -186,7 +186,7 @@ def _why_not_parts(layer: Any) -> str | None:
         return "its norms are of different forms"
     for name in (form.after_attention, form.after_mlp) if form.has_dropout else ():
         dropout = layer._modules[name]
-        if not isinstance(dropout, nn.Dropout):
+        if type(dropout) is not nn.Dropout:
             return f"{name}: it is {type(dropout).__name__}, not torch.nn.Dropout"
         if dropout.training and dropout.p:
             return f"{name}: resid_pdrop is {dropout.p}: load the model with resid_pdrop=0.0"

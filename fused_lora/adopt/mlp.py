@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import GELUTanh
+from transformers.activations import GELUTanh, SiLUActivation
 
 from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.utils import ACTIVATIONS
@@ -56,11 +56,7 @@ def activation_of(mlp: Any) -> str:
 
 def activation_name(activation: Any) -> str:
     """Return LoRA_MLP's name for an activation, or its class's name if it has none."""
-    if (
-        activation is F.silu
-        or isinstance(activation, nn.SiLU)
-        or type(activation).__name__ == "SiLUActivation"
-    ):
+    if activation is F.silu or type(activation) in (nn.SiLU, SiLUActivation):
         return "silu"
     if type(activation) is GELUTanh:
         function = activation.act  # F.gelu with an option, or a Python version

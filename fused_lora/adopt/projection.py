@@ -10,6 +10,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from fused_mlp.dropout import draw_seed
@@ -17,6 +18,7 @@ from fused_mlp.launching import DTYPES, is_capturing
 
 from ..layer.buffer import PlacedWeight
 from ..rerun import once
+from ..step.settings import ADAPTERS, MERGED
 from .foreign.forwards import STAND_IN, fused_parts_of, has_own_forward, why_not_own_forward
 from .foreign.hooks import has_hooks
 from .foreign.originals import why_patched
@@ -32,6 +34,13 @@ from .foreign.parallel import (
 from .four_bit.reading import is_4bit, is_4bit_lora, stand_in_for, why_not_4bit
 from .fp8.checkpoint import hint_for_codes, hint_for_layer
 from .refusal import Refusal, refuse
+
+# what decides which adapters run, and how
+ADAPTERS[BaseTunerLayer] = ADAPTERS[AuxiliaryTrainingWrapper] = (
+    "_active_adapter", "_disable_adapters",
+)  # fmt: skip
+ADAPTERS[LoraLayer] = ("scaling",)
+MERGED[BaseTunerLayer] = ("merged_adapters",)
 
 UNQUANTISED = "load the model in bf16 or in 4 bits"
 BASE_IS_TRAINED = "its base weight is trained: freeze it, requires_grad_(False)"
@@ -137,7 +146,7 @@ def active_adapter(projection: Any) -> str:
 def _dropout_of(dropout: Any) -> float:
     """Return the current probability that this module drops an element. Raises a Refusal if no mask
     can replace it."""
-    if isinstance(dropout, nn.Identity):
+    if type(dropout) is nn.Identity:
         return 0.0
     if type(dropout) is not nn.Dropout:
         raise Refusal(

@@ -5,19 +5,19 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .foreign.checkpointing import layers_of, policy_of
+from .borders import Border
+from .foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
 from .foreign.forwards import fused_parts_of
 from .layer import borders_of
 from .projection import BASE_IS_TRAINED, has_adapters
-from .switches import SWITCHES
+from .switches import BORDERS, SWITCHES, switches_for
 
 # The parts that a module was set to run. Its forward no longer tells once it is replaced.
 PARTS_SET = "_fused_parts"
-# The parts that were asked for before the model had adapters, and what we say about it.
-ASKED_EARLY = "_fused_asked_early"
+# The parts and borders that `fuse` was asked for. The model that it was given has them.
+ASKED = "_fused_asked"
 NO_ADAPTERS = "the model has no adapters: call peft.get_peft_model first, then fuse"
-TOO_EARLY = "fuse was called before the model had adapters: call it again"
-NOT_ASKED = "not asked for: it became able to run fused after fuse() was called"
+ABLE_NOW = "it became able to run fused after fuse() was called: call it again"
 
 
 @dataclass(frozen=True)
@@ -55,40 +55,64 @@ class FusionReport:
 def report_on(model: nn.Module) -> FusionReport:
     """Report which modules of `model` would run fused if called now (`fused_lora.report`)."""
     found = FusionReport({}, {})
-    asked, early = (
-        {part for module in model.modules() for part in vars(module).get(attribute, ())}
-        for attribute in (PARTS_SET, ASKED_EARLY)
-    )
+    asked = asked_for(model)
     whole = tuple(
         f"{name}."
         for name, module, site in SWITCHES["layer"].candidates(model)
         if "layer" in fused_parts_of(module) and site.why_not_now(model, name) is None
     )
-    for part in (part for part in SWITCHES if part in asked | early):
-        _report_part(found, model, part, whole, TOO_EARLY if part in early else NOT_ASKED)
+    for part in (part for part in SWITCHES if part in asked):
+        _report_part(found, model, part, whole)
+    for switch in asked & BORDERS.keys():
+        found.left.update(_why_not_in(model, BORDERS[switch]))
     layers = {name: policy_of(layer) for name, layer in layers_of(model)}
     if any(layers.values()):
         found.fused["checkpoint"] = [name for name, policy in layers.items() if policy]
+    for name, layer in layers_of(model):
+        if (reason := why_not_checkpointed(layer)) is not None:
+            found.left[f"{name} as checkpoint"] = reason
+            found.fused["checkpoint"].remove(name)
     return found
 
 
-def _report_part(
-    found: FusionReport, model: nn.Module, part: str, whole: tuple[str, ...], not_set: str
-) -> None:
-    """Report one part, skipping modules inside these whole layers. not_set: the reason for a module
-    that could run it but whose forward is not set."""
+def asked_for(model: nn.Module) -> set[str]:
+    """Return the parts and borders that `fuse` was asked for in all calls so far."""
+    return {
+        part
+        for module in model.modules()
+        for attribute in (PARTS_SET, ASKED)
+        for part in vars(module).get(attribute, ())
+    }
+
+
+def _why_not_in(model: nn.Module, kind: type[Border]) -> dict[str, str]:
+    """Return why layers do not run on borders of this kind, by their names."""
+    reasons = {}
+    for name, layer, site in switches_for(kind)["layer"].candidates(model):
+        runs = "layer" in fused_parts_of(layer)
+        reason = explained(model, site.why_not(model, name)) or kind.why_not(layer)
+        reasons[f"{name}{kind.precision}" if runs else name] = reason
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _report_part(found: FusionReport, model: nn.Module, part: str, whole: tuple[str, ...]) -> None:
+    """Report one part, skipping modules inside these whole layers."""
     found.fused[part] = []
     running = total = 0
-    for name, module, site in SWITCHES[part].candidates(model):
+    candidates = list(SWITCHES[part].candidates(model))
+    if not candidates:
+        found.left[part] = SWITCHES[part].none_found
+    for name, module, site in candidates:
         if name.startswith(whole):
             continue
         units = site.units(module)
         total += len(units)
         reason = explained(model, site.why_not_now(model, name))
         if reason is None and part not in fused_parts_of(module):
-            reason = not_set
+            reason = ABLE_NOW
         if reason is not None:
-            found.left[name] = reason
+            if found.left.setdefault(name, reason) != reason:  # another part's
+                found.left[f"{name} as {part}"] = reason
             continue
         found.fused[part].append(name)
         left = site.left(site.read(module))

@@ -161,6 +161,7 @@ def _refusing_dropout(layer: nn.Module) -> Iterator[Any]:
 
 def _checkpointed(layer: nn.Module, forward: Callable, *inputs, **options):
     """Run `recomputed` with these options, in a capture without the random state."""
+    options["module"] = layer
     if not is_capturing(inputs[0]):
         return recomputed(forward, *inputs, **options)
     with removed_after(_refusing_dropout(layer)):

@@ -41,6 +41,7 @@ from .graph_checks import (
 from .learning_rates import LearningRates
 from .masks import LayersWithoutMask
 from .padding_seen import PaddingSeen
+from .settings import ModuleSettings
 
 # The first compiles and makes the optimizer's state. The second runs as all later ones will.
 EAGER_CALLS = 2
@@ -90,10 +91,11 @@ class GraphedStep(Joinable):
     it, rounded to fp32 like ``lr=torch.tensor(lr)``. There is no fp16 loss scaler.
 
     Each new set of shapes, dtypes and constants runs eagerly twice and is captured on the third
-    call. Accumulation and each `model.training` get separate graphs. From then on a call copies the
-    batch, launches twice, and never waits for the device. Call `reset` after fuse(), or when you
-    switch adapters or change the parameter groups. We refuse a replay when parameters or optimizer
-    state were moved or loaded, or `requires_grad` or an option of the optimizer changed.
+    call. Accumulation and other modes or dropouts of modules get separate graphs. From then on a
+    call copies the batch, launches twice, and never waits for the device. Call `reset` after
+    fuse(), or when you switch adapters or change the parameter groups. We refuse a replay when
+    parameters or optimizer state were moved or loaded, or `requires_grad`, an adapter or an option
+    of the optimizer changed.
 
     Layers that attend without a mask eagerly do so in the graph too, with attention's fast kernels
     (`masks.py`). For that, leave attention_mask and position_ids out of batches without padding: a
@@ -201,7 +203,7 @@ class GraphedStep(Joinable):
         device = self._parameters[0].device
         self._cuda = self._backend(device)
         self._held = FlatGradients(self._trained, self.process_group)
-        self._padding = PaddingSeen()
+        self._padding, self._settings = PaddingSeen(), ModuleSettings(self.model)
         self._learning_rates = LearningRates(self.optimizer, device)
 
     # --- one call ---------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ class GraphedStep(Joinable):
         # like backward(), we add to gradients that are already there
         adds = any(parameter.grad is not None for parameter in self._trained)
         accumulated = adds or not update or self._held.ranks > 1
-        key = update, accumulated, self.model.training, form_of(inputs)
+        key = update, accumulated, self._settings.modes(), form_of(inputs)
         graph = self._graphs.get(key) or self._new_graph(key, inputs)
         if graph.captured is None:
             check_optimizer(self.optimizer, self._trained, update)
@@ -336,7 +338,7 @@ class GraphedStep(Joinable):
                 self.optimizer.zero_grad()  # a replay does not touch the host's side
 
     def _worked_on(self, update: bool) -> dict[str, Any]:
-        return worked_on(self._parameters, self.optimizer if update else None)
+        return worked_on(self._parameters, self._settings, self.optimizer if update else None)
 
     def join_hook(self, **_: Any) -> Shadow:
         return Shadow(self._held, self.optimizer, self.after_update)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..layer.buffer import PlacedWeight
+from .settings import ModuleSettings
 
 
 def check_arguments(
@@ -134,12 +135,20 @@ def addresses_of(parameters: Sequence[Tensor]) -> dict[str, Any]:
     return {"a parameter": addresses}
 
 
+def which_train(parameters: Iterable[Tensor]) -> tuple[bool, ...]:
+    return tuple(map(attrgetter("requires_grad"), parameters))
+
+
 def worked_on(
-    parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
+    parameters: Iterable[Tensor], settings: ModuleSettings, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
     """Return everything else that must not change after capture. optimizer: the update's, or
     None."""
-    found: dict[str, Any] = {"a parameter": [*map(attrgetter("requires_grad"), parameters)]}
+    found: dict[str, Any] = {
+        "a parameter": which_train(parameters),
+        "a module": settings.is_current,
+        "an adapter": settings.adapters(),
+    }
     if optimizer is not None:
         states = optimizer.state.values()
         tensors = [v for state in states for v in state.values() if isinstance(v, Tensor)]

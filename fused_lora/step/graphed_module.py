@@ -13,8 +13,7 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#partial-network-capture
 """
 
 import inspect
-import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -22,14 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..telling import warn
 from .capture import Cuda, copy_into, empty_buffers, noting
 from .checkpoint import policies_in
 from .graph import EAGER_CALLS
-from .graph_checks import addresses_of, form_of
+from .graph_checks import addresses_of, form_of, which_train
 from .leaves import new_leaves
 from .masks import MASK, LayersWithoutMask
 from .padding_seen import PaddingSeen
 from .replays import CapturedModule, Replays
+from .settings import ModuleSettings
 
 HIDDEN = "last_hidden_state"
 CACHES = ("past_key_values", "cache")  # as transformers up to 5.23 names it, and from 5.24 on
@@ -39,14 +40,12 @@ class GraphedModule:
     """A module's forward that replays CUDA graphs, one pair for each form of its inputs.
 
     Within `in_place` it is the module's forward. Each form (shapes, dtypes, constants, autocast,
-    adapters, with or without gradients) runs eagerly twice and is captured at its third call. A
-    form that cannot be captured keeps running eagerly, and each reason is given once, as a warning.
+    which parameters train, `ModuleSettings`) runs eagerly twice and is captured at its third call.
+    One that cannot be captured keeps running eagerly, and each reason is given once, as a warning.
 
     Args:
         module: on one CUDA device. It takes tensors and constants, and returns a dataclass with
             `last_hidden_state` [batch, positions, hidden] as its only tensor.
-        state_of: returns everything else that decides what a forward computes. A captured form is
-            for one value of it.
         forget: called before a backward is captured. Whatever a forward leaves in memory that other
             forwards write as well, that backward must write again.
         max_graphs: how many forms with gradients may be captured, and how many without.
@@ -54,15 +53,8 @@ class GraphedModule:
 
     _backend: type[Cuda] = Cuda  # the tests' own runs without a GPU
 
-    def __init__(
-        self,
-        module: nn.Module,
-        state_of: Callable[[], Hashable],
-        forget: Callable[[], None],
-        max_graphs: int,
-    ) -> None:
-        self.module, self.state_of, self.forget = module, state_of, forget
-        self.max_graphs = max_graphs
+    def __init__(self, module: nn.Module, forget: Callable[[], None], max_graphs: int) -> None:
+        self.module, self.forget, self.max_graphs = module, forget, max_graphs
         self.told: set[str] = set()
         self._replays = Replays()
         self._names = [*inspect.signature(type(module).forward).parameters][1:]
@@ -70,8 +62,8 @@ class GraphedModule:
 
     def reset(self) -> None:
         """Drop all graphs and their memory. Every form starts over with eager calls."""
-        self._parameters = [*self.module.parameters()]
-        device = self._parameters[0].device
+        self._settings = ModuleSettings(self.module)
+        device = next(self.module.parameters()).device
         # graphs with a backward hold activations that no other replay may overwrite
         self._cuda = {True: self._backend(device), False: self._backend(device)}
         self._forms: dict[Hashable, _Form] = {}
@@ -105,21 +97,22 @@ class GraphedModule:
         mask = inputs.get(MASK)
         if isinstance(mask, Tensor) and mask.ndim == 2 and inputs.get("position_ids") is None:
             inputs[MASK] = None if bool(mask.all()) else mask  # transformers looks as well
-        trained = [one for one in self._parameters if one.requires_grad]
-        with_gradients = torch.is_grad_enabled() and bool(trained)
-        form = self._form_of(inputs, with_gradients, len(trained))
+        if not self._settings.is_current:
+            self.reset()
+        parameters = self._settings.parameters()
+        form = self._form_of(inputs, parameters)
         if form is None:
             return self._eager(**inputs)
         if form.captured is None and form.eager_calls < EAGER_CALLS:
             form.eager_calls += 1
             with form.without_mask.noted():
-                return self._cuda[with_gradients].run(lambda: self._eager(**inputs))
-        if with_gradients and self._replays.is_waiting:
+                return self._cuda[form.with_gradients].run(lambda: self._eager(**inputs))
+        if form.with_gradients and self._replays.is_waiting:
             self._say("a second forward before the backward of the first runs eagerly")
             return self._eager(**inputs)
         if form.captured is None:
             try:
-                form.captured = self._capture(form, inputs, [*trained] if with_gradients else [])
+                form.captured = self._capture(form, inputs, parameters)
             except Exception as error:
                 form.refused = True
                 reason = (str(error).splitlines() or [""])[0]
@@ -128,7 +121,7 @@ class GraphedModule:
         hidden = self._replays.run(form.captured, inputs)
         return form.captured.output_class(**{HIDDEN: hidden})
 
-    def _form_of(self, inputs: dict[str, Any], with_gradients: bool, count: int) -> "_Form | None":
+    def _form_of(self, inputs: dict[str, Any], parameters: list[nn.Parameter]) -> "_Form | None":
         """Return the form of a call, None if it has to run eagerly."""
         try:
             shapes = form_of(inputs)
@@ -138,23 +131,23 @@ class GraphedModule:
         if any(isinstance(one, Tensor) and one.requires_grad for one in inputs.values()):
             self._say("a forward whose inputs require gradients runs eagerly")
             return None
-        device = self._parameters[0].device
-        autocast = _autocast_on(device.type)
-        key = (with_gradients, count, self.module.training, autocast, self.state_of(), shapes)
+        autocast = _autocast_on(parameters[0].device.type)
+        trains = which_train(parameters)
+        with_gradients = torch.is_grad_enabled() and any(trains)
+        settings = self._settings.modes(), self._settings.adapters()
+        key = (with_gradients and trains, autocast, settings, shapes)
         form = self._forms.get(key)
         captured = None if form is None else form.captured
-        if captured is not None and captured.addresses != addresses_of(self._parameters):
-            self.reset()  # weights were moved: start over
+        if captured is not None and captured.addresses != addresses_of(parameters):
+            self.reset()  # weights were moved or replaced: start over
             form = None
         if form is None:
-            if [*map(id, self.module.parameters())] != [*map(id, self._parameters)]:
-                self.reset()  # an adapter was added: start over, with the next call
-                return None
             alike = sum(one.with_gradients is with_gradients for one in self._forms.values())
             if alike >= self.max_graphs:
                 self._say(
-                    f"batches have more than max_graphs={self.max_graphs} shapes, and others run "
-                    "eagerly: pack them with FilledRows, or pad to few lengths"
+                    f"batches have more than max_graphs={self.max_graphs} shapes (or "
+                    "settings of adapters and dropout), and others run eagerly: use FilledRows, or "
+                    "pad to few lengths"
                 )
                 return None
             without_mask = LayersWithoutMask(self.module, inputs, self._padding)
@@ -164,15 +157,17 @@ class GraphedModule:
     def _say(self, reason: str) -> None:
         if reason not in self.told:
             self.told.add(reason)
-            warnings.warn(f"graph_steps: {reason}", stacklevel=4)
+            warn(f"graph_steps: {reason}")
 
     # --- capture ----------------------------------------------------------------------------------
 
     def _capture(
-        self, form: "_Form", inputs: dict[str, Any], trained: list[Tensor]
+        self, form: "_Form", inputs: dict[str, Any], parameters: list[nn.Parameter]
     ) -> CapturedModule:
         cuda = self._cuda[form.with_gradients]
-        buffers = empty_buffers(inputs, self._parameters[0].device)
+        trained = [one for one in dict.fromkeys(parameters) if one.requires_grad]
+        trained = trained if form.with_gradients else []
+        buffers = empty_buffers(inputs, parameters[0].device)
         copy_into(buffers, inputs)
         if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in trained):
             raise ValueError("a parameter has hooks, which a graph would not call: remove them")
@@ -202,11 +197,11 @@ class GraphedModule:
                 one.grad = held
         return CapturedModule(
             buffers, type(output), hidden.detach(), gradient, received, replay_forward,
-            replay_backward, addresses_of(self._parameters), policies_in(self.module),
+            replay_backward, addresses_of(parameters), policies_in(self.module),
         )  # fmt: skip
 
     def _forward(self, buffers: dict[str, Any]) -> Any:
-        with _without_cached_casts(self._parameters[0].device.type):
+        with _without_cached_casts(self._settings.parameters()[0].device.type):
             output = self._eager(**buffers)
         for policy in policies_in(self.module):
             policy.offload.finish()
@@ -223,7 +218,7 @@ class GraphedModule:
         return output
 
     def _backward(
-        self, hidden: Tensor, gradient: Tensor, trained: list[Tensor], leaves: list[Tensor]
+        self, hidden: Tensor, gradient: Tensor, trained: Sequence[Tensor], leaves: list[Tensor]
     ) -> list[Tensor]:
         """Add this backward's gradients to the sums. Return the parameters that get one. leaves:
         those that stand in for `trained`."""

@@ -12,7 +12,6 @@ attention_mask does no harm either, if the eager calls had padding on which no l
 graph treats a row's padding as a separate document.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.documents import is_documents
+from ..telling import warn
 from .hooks import Bystander, removed_after
 from .padding_seen import PaddingSeen
 
@@ -54,19 +54,17 @@ class LayersWithoutMask:
     def kept(self) -> Iterator[None]:
         """Context in which the model is captured. Warns if a layer gets a mask only here."""
         if not self.deciding and not self.says_none and any(map(_is_compiled, self.layers)):
-            warnings.warn(
+            warn(
                 "GraphedStep cannot see the masks of compiled layers, and a mask makes attention "
                 'slow: pass attention_mask={"full_attention": None} (Qwen), or do not compile',
-                stacklevel=2,
             )
         keeping = _Keeping(self.had_none, is_certain=not self.deciding)
         with _hooked(self.layers, keeping), self.padding.noted():
             yield
         if keeping.found_masks:
-            warnings.warn(
+            warn(
                 "GraphedStep: this step has a mask only in the graph, which makes attention slow: "
                 f"leave {' and '.join(self.deciding)} out of batches whose rows have no padding",
-                stacklevel=2,
             )
 
 

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..layer.saved import split
 from ..rerun import Keep, runs
+from .settings import ModuleSettings
 
 
 def recomputed(
@@ -27,6 +28,7 @@ def recomputed(
     keep_random_state: bool = True,
     keep: Keep | None = None,
     see: Callable[[list[Tensor]], Any] | None = None,
+    module: nn.Module | None = None,
 ):
     """Run ``forward(*inputs)``, keeping only the inputs for backward.
 
@@ -41,13 +43,14 @@ def recomputed(
             tensors among them, so hooks around the call see them.
         keep: how `once` keeps a result; None: recompute it, unless it is small.
         see: called with everything that the second run saved, while it is all there.
+        module: what runs. Its modes, dropouts and adapters are the same in the second run.
 
     Raises:
         RuntimeError: from backward, if the second run saves other tensors than the first.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs)
-    run = _Run(forward, inputs, keep_random_state, keep, see)
+    run = _Run(forward, inputs, keep_random_state, keep, see, module)
     with run, saved_tensors_hooks(run.forget, _remember):
         return forward(*inputs)
 
@@ -63,6 +66,7 @@ class _Run:
         keep_random_state: bool,
         keep: Keep | None,
         see: Callable[[list[Tensor]], Any] | None,
+        module: nn.Module | None,
     ):
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         device = tensors[0].device.type
@@ -78,6 +82,8 @@ class _Run:
         generators = _generators_of(tensors[0]) if keep_random_state else ()
         self.random_states = [(one, one.get_state()) for one in generators]
         self.keep, self.see = keep, see
+        self.settings = ModuleSettings(nn.Module() if module is None else module)
+        self.were = self.settings.kept()
         self.kept: list[list[tuple[bool, Any]]] = []  # by call of `once`: is_tensor, value
         self.ends: list[int] = []  # by call of `saving_last`: tensors saved when it ended
         self.runs_again, self.next_kept, self.next_end = False, 0, 0
@@ -148,7 +154,8 @@ class _Run:
         try:
             _set_random(self.random_states)
             with (
-                self, torch.enable_grad(), torch.autocast(*self.autocast),
+                self, self.settings.restored(self.were), torch.enable_grad(),
+                torch.autocast(*self.autocast),
                 saved_tensors_hooks(keep, lambda nothing: nothing),
             ):  # fmt: skip
                 self.forward(*inputs)

@@ -314,8 +314,10 @@ def test_what_cannot_run_says_why(four_bit, change, reason, device):
 
 def test_in_fp8_it_says_what_to_leave_out(device):
     model = peft_model(device, dtype=torch.bfloat16, change=quantised)
-    left = fuse(model, Fusion(layer=True, fp8=True), strict=False).left
-    assert left[f"{NAMES[0]} as layer"] == "q_proj: its weight is in 4 bits: leave fp8 out"
+    found = fuse(model, Fusion(layer=True, fp8=True), strict=False)
+    assert found.left[NAMES[0]] == "q_proj: its weight is in 4 bits: leave fp8 out"
+    assert report(model) == found
+    assert not fuse(model, LAYER).left and not report(model).left
 
 
 def test_parts_step_aside_where_activations_become_fp32(device):

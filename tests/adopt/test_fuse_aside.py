@@ -7,9 +7,19 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from cases.fused_case import ALL, SHORT, assert_close, batch, step
 from cases.layer_case import EVERYTHING, LAYER, NAMES, operands_of_calls, pair, peft_model
-from cases.peft_models import DECODER, MLP_NAMES, MLP_ON, assert_equal, ids, layers, logits
+from cases.peft_models import (
+    DECODER,
+    MLP_NAMES,
+    MLP_ON,
+    assert_equal,
+    base_model,
+    ids,
+    layers,
+    logits,
+)
 from cases.reasons import readapt
 from cases.reference import relative_error
+from torch import nn
 
 import fused_lora.adopt.site
 from fused_lora import Fusion, fuse, report, unfuse
@@ -153,6 +163,34 @@ def test_within_a_transform_of_torch_func_it_runs_as_peft_has_it(device):
 
     (said,) = said_by(lambda: assert_close(gradients(fused), gradients(plain)))
     assert "within a transform of torch.func" in said
+
+
+WAYS = {  # to be warned: what is fused, and what is done to the model before it is called
+    "a part": (MLP_ON, lambda model: layers(model)[0].mlp.up_proj.register_forward_hook(print)),
+    "a layer": (LAYER, lambda model: layers(model)[0].mlp.register_forward_hook(print)),
+    "the loss": (
+        Fusion(cross_entropy=True), lambda model: setattr(model.config, "use_cache", True)
+    ),
+    "a compiled part": (
+        MLP_ON,
+        lambda model: (
+            layers(model)[0].mlp.up_proj.lora_dropout.update({"default": nn.Dropout(1.0)}),
+            layers(model)[0].mlp.compile(backend="eager"),
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fusion", "change"), WAYS.values(), ids=WAYS)
+def test_a_warning_points_at_the_users_line(fusion, change, device):
+    fused, _, _ = pair(device, fusion)
+    change(fused)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fused(**batch(fused, length=SHORT))
+        fuse(base_model(device), Fusion(mlp=True, rms_norm=True), strict=False)
+    ours = [one for one in caught if "fuse" in str(one.message)]
+    assert len(ours) > 1 and {one.filename for one in ours} == {__file__}
 
 
 # --- transformers' own hooks ----------------------------------------------------------------------

@@ -2,16 +2,22 @@
 when transformers' own checkpointing or a cache is switched on and off beside it."""
 
 import copy
+import re
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from cases.fused_case import ALL, SHORT, assert_close, assert_same, batch, loss_of, pickled, step
-from cases.layer_case import layer_of, pair, peft_model
-from cases.peft_models import LAYERS, ids
+from cases.layer_case import LAYER, layer_of, pair, peft_model
+from cases.peft_models import ATTENTION, LAYERS, MLP, ids
+from cases.reference import relative_error
+from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
-from fused_lora import Fusion, fuse, unfuse
+from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.foreign.checkpointing import policy_of
+from fused_lora.step.settings import ModuleSettings
 
 KEPT = {"checkpoint": "selective", "checkpoint_gib": 90e3 / 2**30}  # one layer of three
 NONE_KEPT = {"checkpoint": "selective", "checkpoint_gib": 0}
@@ -121,6 +127,76 @@ def test_the_down_projection_does_not_run_again(device, monkeypatch):
     fused, _, _ = pair(device, Fusion(mlp=True, checkpoint="full"))
     step(fused, length=SHORT)
     assert len(calls) == 2  # two layers, once each
+
+
+def activate_another(model):
+    model.set_adapter("second")
+
+
+def activate_another_and_train_both(model):
+    model.set_adapter("second")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def turn_adapters_off(model):
+    model.base_model.disable_adapter_layers()
+
+
+def scale(model):
+    for layer in model.get_submodule(LAYERS):
+        layer.mlp.up_proj.set_scale("default", 3.0)
+
+
+def turn_dropout_off(model):
+    for module in model.modules():
+        if type(module) is torch.nn.Dropout:
+            module.p = 0.0
+
+
+CHANGES = (
+    activate_another, activate_another_and_train_both, turn_adapters_off, scale, turn_dropout_off,
+    torch.nn.Module.eval,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("fusion", [Fusion(**ALL), LAYER, Fusion(checkpoint="none")])
+@pytest.mark.parametrize("checkpoint", ["full", "offload"])
+def test_a_recompute_sees_the_model_as_its_forward_did(checkpoint, fusion, change, device):
+    """Whatever happens to adapters, dropout and modes before the backward."""
+    plain = peft_model(device, lora_dropout=0.5)
+    plain.add_adapter("second", LoraConfig(r=4, target_modules=[*ATTENTION, *MLP]))
+    found = []
+    for policy in (checkpoint, "none"):
+        model = copy.deepcopy(plain)
+        fuse(model, replace(fusion, checkpoint=policy))
+        torch.manual_seed(1)
+        loss = loss_of(model, batch(model, length=SHORT))
+        change(model)
+        settings = ModuleSettings(model)
+        before = settings.modes(), settings.adapters()
+        loss.backward()
+        assert (settings.modes(), settings.adapters()) == before
+        found.append([(name, p.grad) for name, p in model.named_parameters()])
+    for (name, got), (_, want) in zip(*found, strict=True):
+        assert (got is None) == (want is None), name
+        assert got is None or relative_error(got, want) < 2e-5, name
+
+
+def test_in_eval_mode_it_says_that_nothing_is_checkpointed(device):
+    fused, plain, _ = pair(device, Fusion(cross_entropy=True, checkpoint="full"))
+    fused.eval(), plain.eval()
+    said = "transformers checkpoints nothing in eval mode: call model.train()"
+    found = report(fused)
+    assert found.fused["checkpoint"] == [] and all(said in why for why in found.left.values())
+    assert [*found.left] == [f"{LAYERS}.{index} as checkpoint" for index in range(2)]
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        assert_same(fused, plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        step(fused, length=SHORT)
+    assert len(report(fused.train()).fused["checkpoint"]) == 2 and not report(fused).left
 
 
 # --- beside transformers' own switch --------------------------------------------------------------

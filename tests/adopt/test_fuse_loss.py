@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils.operations import convert_to_fp32, pad_across_processes
 from cases import layer_case
-from cases.fused_case import SHORT, assert_close, assert_right, batch, pair, step, values_of
+from cases.fused_case import (
+    SHORT,
+    assert_close,
+    assert_right,
+    assert_same,
+    batch,
+    pair,
+    step,
+    values_of,
+)
 from cases.peft_models import (
     ATTENTION,
     adapt,
@@ -49,6 +58,17 @@ def losses(monkeypatch):
 
 
 # --- where it is fused ----------------------------------------------------------------------------
+
+
+def test_a_model_in_eval_mode_trains_fused(device):
+    """As from_pretrained leaves it, with the cache that its config asks for."""
+    fused, plain, _ = layer_case.pair(device, Fusion(layer=True, cross_entropy=True))
+    for model in (fused, plain):
+        model.eval().config.use_cache = True
+        model.training = True  # get_peft_model's own module
+    assert set(report(fused).fused) == {"layer", "cross_entropy"} and not report(fused).left
+    functions = assert_same(fused, plain)
+    assert {"DecoderLayer": 2, "LinearCrossEntropy": 1}.items() <= functions.items()
 
 
 def test_there_are_no_logits_in_training_and_all_of_them_elsewhere(losses, device):

@@ -31,7 +31,6 @@ from fused_lora.adopt.graphed_trainer import (
     GraphedDecoder,
     _decoder_in,
     _forget_memory,
-    _state_of,
 )
 from fused_lora.adopt.layer import borders_of
 from fused_lora.kernels.documents import is_documents
@@ -110,7 +109,7 @@ def test_graphs_are_the_eager_steps(name, device, monkeypatch, fp8_in_fp32):
     model = fused(name, device)
     twin, decoder = copy.deepcopy(model), _decoder_in(model)
     forget = partial(_forget_memory, decoder)
-    graphed = GraphedDecoder(decoder, _state_of(model), forget, max_graphs=8)
+    graphed = GraphedDecoder(decoder, forget, max_graphs=8)
     for seed in range(EAGER_CALLS):
         with graphed.in_place():
             step(model, seed)
@@ -211,14 +210,6 @@ def test_a_backward_writes_again_what_another_forward_may_have_written(
             assert_same(got.grad, want.grad)
 
 
-def test_another_scale_of_adapters_is_another_state(device):
-    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
-    state_of = _state_of(model)
-    before = state_of()
-    layer_case.layer_of(model).mlp.up_proj.scale_layer(4.0)
-    assert state_of() != before
-
-
 @pytest.mark.parametrize("is_parted", [False, True])
 def test_rows_keep_their_padding_where_graphs_want_one_shape(is_parted, device, monkeypatch):
     """As a separate document, or under transformers' mask if it lies between tokens."""
@@ -233,7 +224,7 @@ def test_rows_keep_their_padding_where_graphs_want_one_shape(is_parted, device, 
         inputs["attention_mask"][0, 2] = 0
     ran = layer_case.operands_of_calls(monkeypatch)
     decoder = _decoder_in(fused)
-    with GraphedDecoder(decoder, tuple, tuple, max_graphs=8).in_place():
+    with GraphedDecoder(decoder, tuple, max_graphs=8).in_place():
         loss = fused(**inputs).loss
     ((hidden, _, _, mask, *_),) = ran
     assert hidden.shape[:2] == inputs["input_ids"].shape

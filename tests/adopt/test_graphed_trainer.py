@@ -65,6 +65,16 @@ def recorded(monkeypatch, device):
         monkeypatch.setattr(GraphedModule, "_backend", Recorded)
 
 
+class Before(TrainerCallback):
+    """Change the model before each step."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        self.change(model, state.global_step)
+
+
 class Stop(TrainerCallback):
     def __init__(self, after):
         self.after = after
@@ -85,13 +95,13 @@ def rows():
 
 
 def trainer_of(kind, model, folder, **options):
-    stop = options.pop("stop_after", None)
+    stop, change = options.pop("stop_after", None), options.pop("change", None)
     settings = {
         "output_dir": str(folder), "logging_steps": 1, "report_to": [], "disable_tqdm": True,
         "use_cpu": next(model.parameters()).device.type == "cpu", "bf16": False,
         "save_strategy": "no", "gradient_checkpointing": False,
     } | USUAL | options  # fmt: skip
-    callbacks, data = [Stop(stop)] if stop else [], rows()
+    callbacks, data = [Stop(stop)] * bool(stop) + [Before(change)] * bool(change), rows()
     model.config.use_cache = False
     if kind == "Trainer":
         args = TrainingArguments(**settings)
@@ -166,6 +176,42 @@ def test_graphed_steps_are_the_trainers(kind, setting, tmp_path, device):
         assert_alike(*done, plain, 2e-3 if options.get("bf16") else 1e-4)
 
 
+def train_in_turns(model, step):
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.requires_grad_(("lora_A" if step % 2 else "lora_B") in name)
+
+
+def turn_dropout_off(model, step):
+    for module in model.modules():
+        if type(module) is torch.nn.Dropout and step == 5:
+            module.p = 0.0
+
+
+def replace_a_dropout(model, step):
+    if step == 5:
+        layer_case.layer_of(model).mlp.up_proj.lora_dropout["default"] = torch.nn.Dropout(0.2)
+
+
+def scale(model, step):
+    layer_case.layer_of(model).mlp.up_proj.set_scale("default", 1 + (step > 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "captured"),
+    [(train_in_turns, 2), (turn_dropout_off, 2), (scale, 2), (replace_a_dropout, 1)],
+)
+def test_what_a_callback_changes_has_a_graph_of_its_own(change, captured, tmp_path, device):
+    plain = layer_case.peft_model(device, config={"num_hidden_layers": 1}, lora_dropout=0.5)
+    (steps, logged, _), (_, wanted, _) = (
+        train("Trainer", copy.deepcopy(plain), tmp_path, is_graphed, change=change)
+        for is_graphed in (True, False)
+    )
+    assert steps.decoder.captured == captured and not steps.decoder.told
+    for entry, wanted_entry in zip(logged, wanted, strict=True):
+        assert entry == pytest.approx(wanted_entry, rel=0.0 if device == "cpu" else 1e-4)
+
+
 def test_a_loss_that_is_no_number_is_logged_as_the_trainer_does(tmp_path, device):
     """It logs the mean of those before it, and so do we, without a wait for each loss."""
     done = []
@@ -229,6 +275,32 @@ def test_remove_leaves_the_trainer_as_it_was(tmp_path, device):
     steps.remove()
     assert vars(trainer) | {"loading": trainer.accelerator.dataloader_config} == before
     assert [dict(vars(layer)) for _, layer in layers_of(model)] == switches
+
+
+@pytest.mark.parametrize("change", ["subclass", "instance", "class"])
+def test_a_collator_that_is_not_trls_own_keeps_its_labels(change, tmp_path, device, monkeypatch):
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+    trainer = trainer_of("SFTTrainer", model, tmp_path, packing=True, max_length=16)
+    cls, collate = type(trainer.data_collator), type(trainer.data_collator).torch_call
+    own = cls(pad_token_id=1, padding_free=True)
+
+    def masked(self, examples):
+        batch = collate(self, examples)
+        batch["labels"][batch["input_ids"] % 2 == 0] = -100
+        return batch
+
+    if change == "subclass":
+        own = type("OddTokens", (cls,), {"torch_call": masked})(pad_token_id=1, padding_free=True)
+    elif change == "instance":
+        own.torch_call = lambda examples: masked(own, examples)
+    else:
+        monkeypatch.setattr(cls, "torch_call", masked)
+    trainer.data_collator = own
+    graph_steps(trainer)
+    assert type(trainer.data_collator) is type(own)
+    batch = next(iter(trainer.get_train_dataloader()))
+    is_even = batch["input_ids"] % 2 == 0
+    assert (batch["labels"][is_even] == -100).all() and (batch["labels"] != -100).any()
 
 
 def with_args(**args):

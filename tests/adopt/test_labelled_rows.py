@@ -211,7 +211,6 @@ SEEN_BY_OTHERS = {
     "a compiled layer": lambda model: setattr(
         layer_of(model, 1), "_compiled_call_impl", layer_of(model, 1)._call_impl
     ),
-    "evaluation": lambda model: model.eval(),
     "no fused loss": lambda model: (unfuse(model), fuse(model, LAYER)),
 }
 

@@ -164,7 +164,7 @@ class Family:
         return {
             part: sorted(names)
             for part, names in found.items()
-            if names and part not in self.left and f"base_model.model as {part}" not in self.left
+            if names and part not in self.left and not (LOSS in self.left and LOSS in names)
         }
 
 
@@ -186,11 +186,11 @@ def everywhere(*names: str, tower: str = "model") -> list[str]:
 
 def not_known(attention: str, tower: str = "model") -> dict[str, str]:
     """Return what stays with PEFT in layers with this unknown attention class."""
-    names = everywhere("self_attn", "self_attn as rope", tower=tower)
+    names = everywhere("self_attn", tower=tower)
     return dict.fromkeys(names, f"{attention} is not an attention class")
 
 
-LOSS = "base_model.model as cross_entropy"
+LOSS = "base_model.model"
 MIXTURE = "its MLP is a mixture of experts"
 NOT_READ = "its layers are not known to run as one"
 AROUND_A_MIXER = {"BeforeMixer": 1, "AfterMixer": 1, "DecoderLayer": 1}
@@ -470,11 +470,11 @@ UNKNOWN = Family(
     fused=dict.fromkeys(USUAL, ()) | {"attention": ("self_attn.o_proj",)},
     left={
         **not_known("HeliumAttention"),
-        **dict.fromkeys(everywhere("mlp as mlp"), "HeliumMLP is not an MLP class"),
+        **dict.fromkeys(everywhere("mlp"), "HeliumMLP is not an MLP class"),
         **dict.fromkeys(
             (
-                *everywhere("input_layernorm as rms_norm", "post_attention_layernorm as rms_norm"),
-                "base_model.model.model.norm as rms_norm",
+                *everywhere("input_layernorm", "post_attention_layernorm"),
+                "base_model.model.model.norm",
             ),
             "HeliumRMSNorm is not a norm class",
         ),

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from bitsandbytes import nn as bnb
-from bitsandbytes.functional import dequantize_4bit
 from peft import prepare_model_for_kbit_training
 from torch import nn
 
@@ -54,15 +53,43 @@ def rest_in_fp32(model):
     return model
 
 
-@torch.compiler.set_stance("force_eager")  # bitsandbytes compiles on the CPU: half a minute
+def values_times_scales(codes, values, absmax, blocksize, shape, nested=None):
+    """Return what 4-bit codes stand for, in fp32: each one's value times its block's absmax.
+
+    The truth for bitsandbytes as well: 0.50.2 on CPUs with AVX-512 takes another row's absmax for
+    blocks that straddle rows, if in_features is a multiple of 16.
+
+    nested: the values of codes of absmax, the absmax and offset of these, and their blocksize.
+    """
+    if nested is not None:
+        values_of_absmax, outer, offset, outer_blocksize = nested
+        outer = outer.repeat_interleave(outer_blocksize)[: len(absmax)]
+        absmax = values_of_absmax[absmax.int()] * outer + offset
+    codes = codes.view(torch.uint8).flatten()
+    codes = torch.stack([codes >> 4, codes & 15], 1).flatten()[: shape[0] * shape[1]]
+    absmax = absmax.repeat_interleave(blocksize)[: len(codes)]
+    return (values[codes.int()] * absmax).view(shape)
+
+
+def weight_of(packed):
+    """Return the weight that a layer in 4 bits stands for, in the dtype that was quantised."""
+    state, nested = packed.weight.quant_state, None
+    if state.nested:
+        outer = state.state2
+        nested = outer.code, outer.absmax, state.offset, outer.blocksize
+    weight = values_times_scales(
+        packed.weight.data, state.code, state.absmax, state.blocksize, state.shape, nested
+    )
+    return weight.to(state.dtype)
+
+
 def dequantised(model):
     """Return a copy of a model with plain layers of the weights that its 4 bits stand for."""
     plain = copy.deepcopy(model)
     for name, packed in list(plain.named_modules()):
         if isinstance(packed, bnb.Linear4bit):
             linear = nn.Linear(1, 1, bias=False)
-            state = packed.weight.quant_state
-            weight = dequantize_4bit(packed.weight.data, state).to(packed.compute_dtype)
+            weight = weight_of(packed).to(packed.compute_dtype)
             linear.weight = nn.Parameter(weight, requires_grad=False)
             linear.bias = packed.bias
             linear.out_features, linear.in_features = weight.shape

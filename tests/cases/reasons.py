@@ -71,6 +71,10 @@ REASONS = {
         lambda p: p.lora_dropout.update({"default": nn.AlphaDropout(0.25)}),
         "its lora_dropout is AlphaDropout, not torch.nn.Dropout",
     ),
+    "an Identity that drops": (
+        lambda p: p.lora_dropout.update({"default": type("Drop", (nn.Identity,), {})()}),
+        "its lora_dropout is Drop, not torch.nn.Dropout",
+    ),
     "DoRA": (lambda p: readapt(p, use_dora=True), "it uses DoRA: leave use_dora out"),
     "a LoRA variant": (
         lambda p: readapt(p, init_lora_weights="mica"),
@@ -143,6 +147,8 @@ def use_gelu(mlp):
 # The kind, the module of a layer that we change, the change, and what we say about it.
 MODULES = [
     ("mlp", "mlp", use_gelu, "its activation is GELU, not SiLU"),
+    ("mlp", "mlp", lambda mlp: setattr(mlp, "act_fn", type("Swish", (nn.SiLU,), {})()),
+     "its activation is Swish, not SiLU"),
     ("mlp", "mlp", with_class(OtherMLP), "OtherMLP is not an MLP class"),
     ("mlp", "mlp.act_fn", replace_forward, "act_fn: its forward has been replaced"),
     *(

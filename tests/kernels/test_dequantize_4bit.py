@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton.language as tl
+from cases.four_bit_case import values_times_scales
 from cases.operands import BF16, DTYPES, FP16, FP32
 from cases.reference import random
 from cases.refusal import apart, assert_refused, on_meta
@@ -61,15 +62,9 @@ def rows_for(weights, dtype, device, before=2, behind=3):
 
 def eager(weight, dtype):
     """Dequantise by PyTorch."""
-    size, absmax = weight.shape[0] * weight.shape[1], weight.absmax
-    codes = weight.codes.view(torch.uint8).flatten()
-    codes = torch.stack([codes >> 4, codes & 15], 1).flatten()[:size]
-    if weight.nested is not None:
-        values, outer, offset, blocksize = weight.nested
-        outer = outer.repeat_interleave(blocksize)[: len(absmax)]
-        absmax = values[absmax.int()] * outer + offset
-    absmax = absmax.repeat_interleave(weight.blocksize)[:size]
-    return (weight.values[codes.int()] * absmax).view(weight.shape).to(dtype)
+    return values_times_scales(
+        weight.codes, weight.values, weight.absmax, weight.blocksize, weight.shape, weight.nested
+    ).to(dtype)
 
 
 def assert_dequantized(weights, rows, want):
@@ -110,8 +105,7 @@ def test_some_of_the_weights_are_double_quantised(device):
 @EACH_DTYPE
 @pytest.mark.parametrize("kind", VALUES)
 def test_bits_are_those_of_bitsandbytes(kind, dtype, is_nested, device):
-    """Some blocks straddle rows. On processors with AVX-512 bitsandbytes takes another row's absmax
-    for these if in_features is a multiple of 16."""
+    """Some blocks straddle rows."""
     functional = pytest.importorskip("bitsandbytes.functional")
     weights, want = [], []
     storages = cycle([torch.uint8, BF16, FP32])
@@ -127,6 +121,7 @@ def test_bits_are_those_of_bitsandbytes(kind, dtype, is_nested, device):
             nested = Nested(outer.code, outer.absmax, state.offset, outer.blocksize)
         weights.append(Packed4bit(codes, shape, state.code, state.absmax, blocksize, nested))
         want.append(functional.dequantize_4bit(codes, state).view(shape))
+        assert torch.equal(want[-1], eager(weights[-1], dtype)), "a fault of bitsandbytes"
     assert_dequantized(weights, rows_for(weights, dtype, device), want)
 
 

@@ -190,16 +190,19 @@ def test_after_update_runs_in_every_step(device):
     assert captured(step) == 2
 
 
-def test_constants_and_training_mode_have_graphs_of_their_own(device):
-    step, eager = steps(tiny(device, dropout=0.5), max_graphs=4)
+def test_constants_modes_and_dropouts_have_graphs_of_their_own(device):
+    step, eager = steps(tiny(device, dropout=0.5), max_graphs=5)
     tensors = [{"scale": torch.tensor(2.0)}, {"scale": torch.tensor(3.0)}]
     calls = 3 * [{"scale": 2}, {"scale": 3}, *tensors]
     losses = []
     for one in (step, eager):
         torch.manual_seed(1)
         found = [one(**batch(seed), **options) for seed, options in enumerate(calls)]
-        one.model.eval()
+        one.model.dropout.eval()
+        found += [one(**batch(3), scale=2) for _ in range(4)]
+        one.model.train()
+        one.model.dropout.p = 0.25
         found += [one(**batch(3), scale=2) for _ in range(4)]
         losses.append(found)
-    assert captured(step) == 4
+    assert captured(step) == 5
     assert_same(*losses)

@@ -81,6 +81,24 @@ def test_what_a_graph_works_on_has_changed(device, change, named):
 
 
 @pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda mlp: mlp.up_proj.set_scale("default", 3.0), "an adapter"),
+        (lambda mlp: mlp.up_proj.enable_adapters(False), "a parameter"),
+        (lambda mlp: mlp.add_module("act_fn", torch.nn.SiLU()), "a module"),
+    ],
+)
+def test_what_a_graph_of_a_peft_model_works_on_has_changed(device, change, named):
+    model = peft_model(device, config=ONE_LAYER)
+    step = graphed(model, adamw(model))
+    for seed in range(EAGER_CALLS + 1):
+        step(**chat(seed, device))
+    change(model.get_submodule(f"{LAYERS}.0").mlp)
+    with pytest.raises(ValueError, match=rf"{named} is not what it was .* call reset\(\)"):
+        step(**chat(5, device))
+
+
+@pytest.mark.parametrize(
     ("change", "named", "earlier"),
     [
         (change_options, "an option", 1),

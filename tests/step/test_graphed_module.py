@@ -23,7 +23,7 @@ def pair(device, monkeypatch, max_graphs=8, **options):
     model = layer_case.peft_model(device, config={"num_hidden_layers": 1}, **options)
     decoder = model.get_base_model().model
     twin = copy.deepcopy(decoder)
-    return GraphedModule(decoder, lambda: (), lambda: None, max_graphs), twin
+    return GraphedModule(decoder, lambda: None, max_graphs), twin
 
 
 def assert_same(got, want, is_reordered=False):
@@ -132,14 +132,27 @@ def test_moved_weights_are_captured_anew(device, monkeypatch):
     assert graphed.captured == 1
 
 
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_what_was_replaced_is_captured_anew(is_parameter, device, monkeypatch):
+    graphed, twin = pair(device, monkeypatch)
+    run(graphed, twin, lambda seed: batch(seed, device))
+    for one in (graphed.module, twin):
+        projection = one.layers[0].mlp.up_proj
+        other = copy.deepcopy(projection.lora_A["default"])
+        if is_parameter:
+            projection.lora_A["default"].weight = other.weight
+        else:
+            projection.lora_A["default"] = other
+    run(graphed, twin, lambda seed: batch(seed, device))
+    assert graphed.captured == 1
+
+
 def test_adapters_that_are_added_get_gradients(device, monkeypatch):
     graphed, _ = pair(device, monkeypatch)
     model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
     graphed.module = model.get_base_model().model
     graphed.reset()
-    active = []
-    graphed.state_of = lambda: tuple(active)
-    for active[:] in (["default"], ["default", "second"]):
+    for active in (["default"], ["default", "second"]):
         if "second" in active:
             model.add_adapter("second", LoraConfig(r=4, target_modules="all-linear"))
             model.base_model.set_adapter(active)

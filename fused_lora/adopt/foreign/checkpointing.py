@@ -19,6 +19,7 @@ from ...step.module_ref import ModuleRef
 ENABLED, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 # The method of a model that sets them on all of its layers.
 SWITCH = "_set_gradient_checkpointing"
+IN_EVAL_MODE = "transformers checkpoints nothing in eval mode: call model.train(), as trainers do"
 
 
 class Installed(LayerPolicy):
@@ -61,6 +62,12 @@ def policy_of(layer: nn.Module) -> Checkpoint | None:
     """Return the policy that was installed on this layer, if any."""
     installed = _installed_on(layer)
     return None if installed is None else installed.policy
+
+
+def why_not_checkpointed(layer: nn.Module) -> str | None:
+    """Return the reason if a layer that should run under a policy does not."""
+    is_on = _installed_on(layer) is not None and getattr(layer, ENABLED)
+    return IN_EVAL_MODE if is_on and not layer.training else None
 
 
 def remove(layer: nn.Module) -> bool:

@@ -4,7 +4,6 @@ accelerate, TRL and others set forwards on instances, as we do. A fused function
 modules in it, so it checks that a call of each would run its class's forward.
 """
 
-import warnings
 from collections.abc import Iterable
 from types import MethodType
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 
 from ...step.hooks import Bystander
 from ...step.module_ref import ModuleRef
+from ...telling import warn
 from .trl_head import TrlHead, beneath, trl_forward, trl_head_in
 
 HOOKED = "_old_forward"  # where a module keeps the forward that a hook of accelerate calls
@@ -94,7 +94,7 @@ class HeadTaker(Bystander):
             owner.trl_head = head
             module.forward = owner.forward  # type: ignore[attr-defined]
             if module is model:  # torch has looked its forward up before it calls hooks
-                warnings.warn(NEXT_CALL, stacklevel=2)
+                warn(NEXT_CALL)
 
 
 def remove_taker(module: nn.Module) -> None:

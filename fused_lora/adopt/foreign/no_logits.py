@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 MESSAGE = (
     "outputs.logits: the fused loss computes no logits in training: leave cross_entropy out of "
-    "Fusion, or call the model without labels"
+    "Fusion, or evaluate in eval mode and torch.no_grad()"
 )
 
 

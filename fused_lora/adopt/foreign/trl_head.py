@@ -1,4 +1,4 @@
-"""TRL's head on a causal language model: read it, take it over, and give it back.
+"""TRL's head on a causal language model: read it, take it over, and give it back. And its collator.
 
 The trainers of TRL (from 1.15) call `add_fused_lm_head` (trl/trainer/utils.py). It sets a forward
 on the model that answers `fused_lm_head=True` with log-probabilities from lm_head's weight, and
@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .originals import why_patched
+
 UTILS, FORWARD = "trl.trainer.utils", "_fused_forward"
+SFT, COLLATOR = "trl.trainer.sft_trainer", "DataCollatorForLanguageModeling"
 
 
 class TrlHead(NamedTuple):
@@ -71,3 +74,13 @@ def trl_forward(model: nn.Module, head: TrlHead) -> Any:
 def trl_output(**results: Any) -> Any:
     """Return TRL's output for a call of its head."""
     return sys.modules[UTILS].FusedCausalLMOutput(**results)
+
+
+def is_flat_collator(collator: Any) -> bool:
+    """Return True for TRL's own collator that puts documents end to end, with no other option set
+    but a multiple to pad to. One that somebody derives from it may do anything."""
+    cls = getattr(sys.modules.get(SFT), COLLATOR, None)
+    if cls is None or type(collator) is not cls or why_patched(cls, "torch_call") is not None:
+        return False
+    usual = cls(collator.pad_token_id, padding_free=True)
+    return vars(collator) | {"pad_to_multiple_of": None} == vars(usual)
