@@ -2,7 +2,7 @@
 # make test       run the tests that a change waits for: at most five minutes on two slow cores
 # make test-all   run all of them
 # make test-rest  run those that make test leaves out
-# make check      lint, types, who may import whom, and how long and how stiff the pages are
+# make check      lint, types, and who may import whom
 # make plot       draw the published pictures and tables again
 # make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers, peft and TRL
 # make resolve-peers   can the peers' pins be installed beside requirements.txt, and is there anything newer? (installs nothing)
@@ -41,7 +41,6 @@ check: $(VENV)/dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy .
 	PYTHONPATH=. $(VENV)/bin/lint-imports
-	$(RUN) dev/words.py
 
 plot: $(VENV)/bench
 	$(RUN) lora_bench.py --plot-only

@@ -1,7 +1,9 @@
-"""Count words and numbers on each page, and lines that read as if translated.
+"""Count words and numbers on each page, and lines that read as if translated. It fails nothing.
 
-Fails if a page is too long, too dense or too stiff; --lines prints the lines to read aloud. Words
-are a page's own: no tables, no code, no generated blocks.
+    python dev/words.py
+    python dev/words.py --lines    # the lines to read aloud
+
+Words are a page's own: no tables, no code, no generated blocks.
 """
 
 import re
@@ -11,11 +13,6 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_PAGES = {"dev/words.py"}
-WORDS = {"README.md": 950, "docs/results.md": 1200, "docs/api.md": 1100, "docs/qlora.md": 800}
-WORDS_ELSEWHERE, WORDS_IN_DOCS, NUMBERS_IN_100_WORDS = 900, 7500, 8.0
-NEW_PAGES = {"docs/qlora.md"}  # the words in docs are those of the other pages
-STIFF_LINES = {"pages": 5, "code": 24}  # lower the second whenever it falls
 PHRASES = r"""\b(of|for) which\b  , too\b  \bso that\b  \b(for|by) the sake of\b  \btold apart\b
     \btimes as fast\b  \bas (it|they) comes?\b  \bcomputed again\b  \bruns? again\b  \btakes? off\b
     \bof (its|their|one's|our) own\b  \bone of its own\b  \bthat there (is|are)\b  \bbut for\b
@@ -30,31 +27,20 @@ NOT_OWN = re.compile(f"{BLOCKS}|{TABLES}|{PICTURES_AND_TARGETS}", re.DOTALL | re
 
 def main() -> None:
     command = ["git", "ls-files", "-co", "--exclude-standard", "*.py", "README.md", "docs/*.md"]
-    names = {*subprocess.check_output(command, cwd=ROOT, text=True).split()} - NO_PAGES
-    problems, in_docs, stiff = [], 0, Counter[str]()
+    names = {*subprocess.check_output(command, cwd=ROOT, text=True).split()} - {"dev/words.py"}
+    in_all, stiff = 0, Counter[str]()
     for name in sorted(name for name in names if (ROOT / name).is_file()):
         kind, text = "pages" if name.endswith(".md") else "code", (ROOT / name).read_text()
         if kind == "pages":
             text = NOT_OWN.sub(" ", text)
             words, numbers = len(text.split()), re.findall(r"(?<![\w.,-])\d", text)
-            density = 100 * len(numbers) / max(words, 1)
-            in_docs += words * (name.startswith("docs/") and name not in NEW_PAGES)
-            print(f"{name}: {words} words, {density:.1f} numbers in 100")
-            if words > (most := WORDS.get(name, WORDS_ELSEWHERE)):
-                problems.append(f"{name}: {words} words, more than {most}")
-            if density > NUMBERS_IN_100_WORDS:
-                problems.append(f"{name}: {density:.1f} numbers in 100 words: make a table of them")
+            in_all += words
+            print(f"{name}: {words} words, {100 * len(numbers) / max(words, 1):.1f} numbers in 100")
         found = [f"    {name}: {line[:120]}" for line in text.splitlines() if STIFF.search(line)]
         stiff[kind] += len(found)
         if found and "--lines" in sys.argv:
             print(*found, sep="\n")
-    print(f"docs: {in_docs} words. Lines to read aloud: {dict(stiff)}")
-    if in_docs > WORDS_IN_DOCS:
-        problems.append(f"docs: {in_docs} words, more than {WORDS_IN_DOCS}")
-    for kind, bound in STIFF_LINES.items():
-        if stiff[kind] > bound:
-            problems.append(f"{stiff[kind]} stiff lines in {kind}, more than {bound}: see --lines")
-    raise SystemExit("\n".join(problems) or None)
+    print(f"{in_all} words. Lines to read aloud: {dict(stiff)}")
 
 
 if __name__ == "__main__":
