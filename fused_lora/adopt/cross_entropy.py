@@ -203,7 +203,8 @@ def causal_lm_forward(
     for name in ("return_dict", "output_router_logits"):  # neither is asked for
         options.pop(name, None)
     check_not_empty(model, inputs)
-    if use_cache is None and "use_cache" in own and _needs_no_cache(model.model, inputs):
+    is_named = use_cache is None and "use_cache" in own
+    if is_named and inputs.get("past_key_values") is None and fills_cache(model.model, None):
         warn(NO_CACHE)
         inputs["use_cache"] = False
     shifted = shifted_by_one(labels).to(head.weight.device)
@@ -252,12 +253,3 @@ def _signature_of(cls: Any) -> tuple[frozenset[str], type]:
     returned = signature.return_annotation  # that class, or a tuple or that class
     names = frozenset(signature.parameters) - {"labels", "logits_to_keep", "output_router_logits"}
     return names, (get_args(returned) or (returned,))[-1]
-
-
-def _needs_no_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
-    """Return True if a cache that the config asks for would not change the loss. With packed
-    documents it would: transformers keeps them apart only without one."""
-    may_be_packed = inputs.get("position_ids") is not None and inputs.get("attention_mask") is None
-    return (
-        inputs.get("past_key_values") is None and not may_be_packed and fills_cache(decoder, None)
-    )

@@ -25,6 +25,7 @@ from ..kernels.documents import documents_of, is_documents, seq_idx_of
 from ..label_check import IGNORED
 from ..step import padding_seen
 from ..step.graphed_module import is_graphed
+from ..telling import warn
 from .attend import has_sinks, rotates, window_of
 from .attention import output_of, read_qkv, why_not_as_one, why_not_sdpa
 from .foreign.forwards import fused_parts_of
@@ -44,6 +45,10 @@ from .site import having, unfused
 DOCUMENTS = frozenset({"documents"})
 IN_NO_VOCABULARY = -1  # a label
 LAYER_INPUTS = "per_layer_inputs"  # Gemma 4's, [batch, positions, layers, features]
+PACKED_NO_CACHE = (
+    "packed rows fill no cache, with which transformers would mix their documents: set "
+    "model.config.use_cache to False"
+)
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
 
@@ -77,21 +82,29 @@ def decoder_forward(
     check_not_empty(decoder, {"input_ids": input_ids, **options})
     is_generating = past_key_values is not None and not torch.is_grad_enabled()
     batch: Any = next((t for t in (input_ids, options.get("inputs_embeds")) if t is not None), None)
-    has_cache = past_key_values is not None or fills_cache(decoder, options.get("use_cache"))
-    if batch is not None and not has_cache:  # with a cache they are not documents
-        mixing = [layer for layer in decoder.layers if not _attends(layer)]
+    asked, documents = options.get("use_cache"), None
+    mixing = [layer for layer in decoder.layers if not _attends(layer)]
+    if batch is not None and past_key_values is None and asked is not True:
         if mixing and position_ids is None:
             position_ids = _positions_given(options, batch)
         documents = _documents_in(decoder, batch, attention_mask, position_ids, bool(mixing))
-        if documents is not None:
-            for layer in mixing:
-                check_apart(layer)
-            if mixing:
-                options["seq_idx"] = seq_idx_of(documents).contiguous()
-            if attention_mask is None:
-                attention_mask = _mask_of_packed(decoder, documents)
-        elif have_sinks(decoder):
-            attention_mask = _bounds_of_rows(decoder, batch, attention_mask)
+    if documents is not None:
+        if fills_cache(decoder, asked):
+            warn(PACKED_NO_CACHE)
+            options["use_cache"] = False
+        for layer in mixing:
+            check_apart(layer)
+        if mixing:
+            options["seq_idx"] = seq_idx_of(documents).contiguous()
+        if attention_mask is None:
+            attention_mask = _mask_of_packed(decoder, documents)
+    elif (
+        batch is not None
+        and past_key_values is None
+        and not fills_cache(decoder, asked)
+        and have_sinks(decoder)
+    ):
+        attention_mask = _bounds_of_rows(decoder, batch, attention_mask)
     with unfused() if is_generating else nullcontext():
         return class_forward(
             decoder, input_ids=input_ids, attention_mask=attention_mask,

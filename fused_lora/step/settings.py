@@ -1,4 +1,4 @@
-"""ModuleSettings of a module that its forward reads on the host: modes, dropouts, adapters.
+"""Settings of a module that its forward reads on the host: modes, dropouts, adapters.
 
 A graph repeats those that it was captured with (`graph.py`, `graphed_module.py`). A recompute needs
 those of the forward (`recompute.py`).

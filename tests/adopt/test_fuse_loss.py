@@ -85,8 +85,7 @@ def test_there_are_no_logits_in_training_and_all_of_them_elsewhere(losses, devic
 
 
 def test_it_fills_a_cache_only_if_it_is_asked_to(device):
-    """With a cache, no layer runs whole. A cache lets packed documents see each other; they still
-    get what the configuration asks for."""
+    """With a cache, no layer runs whole, and packed documents see each other."""
     fused, plain, _ = layer_case.pair(device, Fusion(layer=True, cross_entropy=True))
     for model in (fused, plain):
         model.config.use_cache = True
@@ -94,12 +93,20 @@ def test_it_fills_a_cache_only_if_it_is_asked_to(device):
         got = step(fused, length=SHORT)
     assert got.functions["DecoderLayer"] == 2
     assert_close(got, step(plain, length=SHORT))
-    packed = {"position_ids": torch.arange(SHORT, device=device)[None] % 3}
-    for options, is_filled in (({}, False), ({"use_cache": True}, True), (packed, True)):
-        tokens = ids(device)[:, :SHORT]
+    tokens = ids(device)[:, :SHORT]
+    for options, is_filled in (({}, False), ({"use_cache": True}, True)):
         one, other = (model(input_ids=tokens, labels=tokens, **options) for model in (fused, plain))
         torch.testing.assert_close(one.loss, other.loss)
         assert (one.past_key_values is not None) is is_filled
+    packed = {"position_ids": torch.arange(SHORT, device=device)[None] % 3}
+    want = plain(tokens, labels=tokens, use_cache=False, **packed)
+    of_layers = copy.deepcopy(plain)
+    fuse(of_layers, Fusion(layer=True))
+    for model in (fused, of_layers):
+        with pytest.warns(UserWarning, match="fills? no cache"):
+            got = model(tokens, labels=tokens, **packed)
+        assert got.past_key_values is None
+        torch.testing.assert_close(got.loss, want.loss)
 
 
 def test_the_loss_is_fused_for_pefts_causal_lm_class_too(losses, device):
