@@ -227,7 +227,8 @@ def is_possible(precision: str, shape: Shape, device: str) -> bool:
 
     sizes = [shape.qkv, shape.hidden, shape.heads * shape.head_dim, shape.intermediate]
     sizes += [shape.vocabulary] if precision == FP8_LM_HEAD else []
-    return why_not_in_fp8(torch.empty(0, *sizes, device=device, dtype=torch.bfloat16)) is None
+    row = torch.empty(1, device=device, dtype=torch.bfloat16)
+    return all(why_not_in_fp8(row.expand(size)) is None for size in sizes)
 
 
 def _forward(matrices: list[Matrix], given: Operands, rows: int) -> Tensor:

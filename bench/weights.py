@@ -5,7 +5,7 @@
     ORGANISATION/NAME      a model on the Hugging Face hub, downloaded to the hub's own cache
 
 A step takes as long with random weights as with trained ones, to within 1% on an H200
-(docs/runs/h200/weight_statistics.json), and random ones need no download.
+(docs/runs/h200/weight_statistics.txt), and random ones need no download.
 """
 
 import hashlib

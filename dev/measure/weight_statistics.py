@@ -1,6 +1,6 @@
 """Time a step on random weights and on weights with a trained model's statistics.
 
-    python -m dev.measure.weight_statistics docs/runs/h200/weight_statistics.json    # six minutes
+    python -m dev.measure.weight_statistics runs/weight_statistics.json    # six minutes
 
 The benchmark draws weights from a normal distribution. A card at its power limit may run faster or
 slower on other numbers, because flipping bits takes power. Trained weights have heavy tails, and a
