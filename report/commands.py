@@ -62,7 +62,6 @@ def _draw_published(figures: Path) -> list[Path]:
     """Draw the pictures of published runs beside the experiment. Return their paths."""
     from report import (
         committed,
-        fp8_training,
         loss_curve,
         padding_picture,
         several_gpus_picture,
@@ -75,7 +74,6 @@ def _draw_published(figures: Path) -> list[Path]:
     return _draw_suite(store.load(committed.suite_path()), figures) + _write(figures, {
         "loss_curve": loss_curve.loss_curve_figure(losses),
         "documents": padding_picture.documents_figure(committed.chat_groups()),
-        "fp8_training": fp8_training.fp8_training_figure(committed.loaded_training()),
         "small_adapters": small_adapters.small_adapters_figure(adapters),
         "several_gpus": several_gpus_picture.several_gpus_figure(several),
     })  # fmt: skip

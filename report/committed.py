@@ -12,10 +12,8 @@ from bench.peers import pins
 from bench.records import Run
 from bench.results import write_atomically
 from bench.small_adapter_records import SmallAdapters, load_small_adapters
-from bench.training_records import Fp8Training, load_training
 from report import suite_tables, tables
 from report.comparison import compare, comparison_table
-from report.fp8_training import fp8_training_section
 from report.headline import (
     Card,
     answer,
@@ -43,7 +41,6 @@ class Index(msgspec.Struct, frozen=True):
     suite: str
     second_run: str
     kernels: str
-    fp8_training: str
     footnotes: list[Footnote]
     cards: list[Card]
 
@@ -64,13 +61,9 @@ def loaded(name: str) -> dict[str, Run]:
     """Return the published runs of this name, on every GPU, by the path from docs/runs/."""
     runs = DOCS / "runs"
     paths = sorted(runs.glob(f"{name}.json.gz"))
-    other = ("fp8_training", SMALL_ADAPTERS.rstrip("*"))
+    other = ("fp8_training", SMALL_ADAPTERS.rstrip("*"))  # the first: see docs/fp8.md
     return {path.relative_to(runs).as_posix(): store.load(path) for path in paths
             if not path.name.startswith(other)}  # fmt: skip
-
-
-def loaded_training() -> Fp8Training:
-    return load_training(DOCS / "runs" / index().fp8_training)
 
 
 def loaded_small_adapters() -> list[SmallAdapters]:
@@ -125,7 +118,6 @@ def generated_parts(run: Run) -> dict[str, str]:
         "nf4 losses": losses_section(loaded("*/losses_nf4*").values()),
         "nf4 steps": tables.beside_floor_section(loaded("*/nf4*").values()),
         "padding": padding_section(chats),
-        "fp8 training": fp8_training_section(loaded_training()),
         "small adapters": small_adapters_section(loaded_small_adapters()),
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths*").values()),
         "long rows": tables.beside_floor_section(loaded("*/long_rows").values()),
