@@ -22,8 +22,6 @@ from report.headline import (
     measured_section,
     on_your_card_section,
 )
-from report.loss_curve import losses_section
-from report.padding import ChatGroup, groups, padding_section
 from report.published import published_section
 from report.several_gpus import several_gpus_section
 from report.small_adapters import small_adapters_section
@@ -78,11 +76,6 @@ def loaded_several_gpus() -> list[Run]:
     return sorted(runs, key=lambda run: (run.environment.device, run.experiment.gpus))
 
 
-def chat_groups() -> list[ChatGroup]:
-    """Return the published runs `padded-NAME` and `documents-NAME`, by data set and GPU."""
-    return groups(loaded("*/padded-*"), loaded("*/documents-*"), index().footnotes)
-
-
 def _by_link(run: Run, *names: str) -> dict[str, Run]:
     """Return the experiment and the published runs of these names, by the path from docs/."""
     found = {f"runs/{path}": one for name in names for path, one in loaded(name).items()}
@@ -91,7 +84,7 @@ def _by_link(run: Run, *names: str) -> dict[str, Run]:
 
 def generated_parts(run: Run) -> dict[str, str]:
     """Write every part, by name. run: the experiment."""
-    known, chats = index(), chat_groups()
+    known = index()
     suite, second_run, kernels = (
         store.load(DOCS / "runs" / path) for path in (known.suite, known.second_run, known.kernels)
     )
@@ -114,10 +107,7 @@ def generated_parts(run: Run) -> dict[str, str]:
         "published": published_section(loaded("*/published-*"), known.footnotes),
         "releases": releases_section(pins(), _by_link(run, "**/*")),
         "recipes": tables.recipes_section(loaded("*/recipe-*").values()),
-        "losses": losses_section(loaded("*/loss_curve*").values()),
-        "nf4 losses": losses_section(loaded("*/losses_nf4*").values()),
         "nf4 steps": tables.beside_floor_section(loaded("*/nf4*").values()),
-        "padding": padding_section(chats),
         "small adapters": small_adapters_section(loaded_small_adapters()),
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths*").values()),
         "long rows": tables.beside_floor_section(loaded("*/long_rows").values()),
