@@ -60,14 +60,12 @@ def plot_only(folder: Path) -> int:
 
 def _draw_published(figures: Path) -> list[Path]:
     """Draw the pictures of published runs beside the experiment. Return their paths."""
-    from report import committed, several_gpus_picture, small_adapters
+    from report import committed
+    from report.several_gpus_picture import several_gpus_figure
 
-    adapters = committed.loaded_small_adapters()[0]
-    several = committed.loaded_several_gpus()
-    return _draw_suite(store.load(committed.suite_path()), figures) + _write(figures, {
-        "small_adapters": small_adapters.small_adapters_figure(adapters),
-        "several_gpus": several_gpus_picture.several_gpus_figure(several),
-    })  # fmt: skip
+    several = several_gpus_figure(committed.loaded_several_gpus())
+    suite = store.load(committed.suite_path())
+    return _draw_suite(suite, figures) + _write(figures, {"several_gpus": several})
 
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:

@@ -11,7 +11,6 @@ from bench.options import HERE
 from bench.peers import pins
 from bench.records import Run
 from bench.results import write_atomically
-from bench.small_adapter_records import SmallAdapters, load_small_adapters
 from report import suite_tables, tables
 from report.comparison import compare, comparison_table
 from report.headline import (
@@ -24,12 +23,12 @@ from report.headline import (
 )
 from report.published import published_section
 from report.several_gpus import several_gpus_section
-from report.small_adapters import small_adapters_section
 from report.wording import PEERS, Footnote
 from variants import variant_of
 
 DOCS = HERE / "docs"
-SMALL_ADAPTERS = "small_adapters*"
+# Files in docs/runs/ that programs of dev/measure/ wrote, or one that is gone: no runs.
+OF_NO_RUN = "fp8_training", "small_adapters", "weight_statistics"
 
 
 class Index(msgspec.Struct, frozen=True):
@@ -59,15 +58,8 @@ def loaded(name: str) -> dict[str, Run]:
     """Return the published runs of this name, on every GPU, by the path from docs/runs/."""
     runs = DOCS / "runs"
     paths = sorted(runs.glob(f"{name}.json.gz"))
-    other = ("fp8_training", SMALL_ADAPTERS.rstrip("*"))  # the first: see docs/fp8.md
     return {path.relative_to(runs).as_posix(): store.load(path) for path in paths
-            if not path.name.startswith(other)}  # fmt: skip
-
-
-def loaded_small_adapters() -> list[SmallAdapters]:
-    """Return the published measurements of small adapters, those of a GPU first."""
-    paths = sorted(DOCS.glob(f"runs/*/{SMALL_ADAPTERS}.json.gz"))
-    return sorted(map(load_small_adapters, paths), key=lambda one: one.environment.gpu is None)
+            if not path.name.startswith(OF_NO_RUN)}  # fmt: skip
 
 
 def loaded_several_gpus() -> list[Run]:
@@ -108,7 +100,6 @@ def generated_parts(run: Run) -> dict[str, str]:
         "releases": releases_section(pins(), _by_link(run, "**/*")),
         "recipes": tables.recipes_section(loaded("*/recipe-*").values()),
         "nf4 steps": tables.beside_floor_section(loaded("*/nf4*").values()),
-        "small adapters": small_adapters_section(loaded_small_adapters()),
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths*").values()),
         "long rows": tables.beside_floor_section(loaded("*/long_rows").values()),
     }

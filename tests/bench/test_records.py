@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import results, small_adapter_records
+from bench import results
 from bench.records import Cell
+from report.committed import OF_NO_RUN
 from variants import (
     EXPERIMENT_ON_NF4,
     OLD_IDS,
@@ -21,12 +22,8 @@ from variants import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL_ADAPTERS = sorted((ROOT / "docs").rglob("small_adapters*.json*"))
-WITHOUT_ITS_PROGRAM = "fp8_training.json.gz"
-OTHERS = set((ROOT / "docs").rglob("*.json*")) - {*SMALL_ADAPTERS}
-PUBLISHED = [
-    ROOT / "results.json", *sorted(one for one in OTHERS if one.name != WITHOUT_ITS_PROGRAM)
-]  # fmt: skip
+FILES = sorted((ROOT / "docs").rglob("*.json*"))
+PUBLISHED = [ROOT / "results.json", *(p for p in FILES if not p.name.startswith(OF_NO_RUN))]
 
 
 NEWER = {
@@ -51,19 +48,6 @@ def test_every_published_run_loads_and_nothing_of_it_is_lost(path):
         assert title_of(variant) != variant
 
 
-@pytest.mark.parametrize("path", SMALL_ADAPTERS, ids=lambda path: path.name)
-def test_small_adapters_load_and_nothing_of_them_is_lost(path):
-    again = json.loads(msgspec.json.encode(small_adapter_records.load_small_adapters(path)))
-    assert again == {"data_sha256": ""} | json.loads(bytes_of(path))
-
-
-def test_a_file_of_something_else_is_no_record_of_small_adapters(tmp_path):
-    path = tmp_path / "small_adapters.json"
-    path.write_text('{"runs": []}')
-    with pytest.raises(ValueError, match="restore it, or delete it"):
-        small_adapter_records.load_small_adapters(path)
-
-
 def with_todays_id(found):
     """Return the ids of a part of a file as of today, and the fields that the file lacks."""
     if isinstance(found.get("variant"), str):
@@ -81,7 +65,6 @@ def with_todays_id(found):
 
 def test_the_published_runs_are_found():
     assert {"results.json", "suite.json.gz"} <= {path.name for path in PUBLISHED}
-    assert "small_adapters.json.gz" in {path.name for path in SMALL_ADAPTERS}
 
 
 def test_an_id_of_an_earlier_version_is_read_as_todays():
