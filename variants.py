@@ -255,18 +255,6 @@ RETIRED = {
     for id in ("fused_bordered", "fused_bordered" + WITHOUT)
 }  # fmt: skip
 
-# Ids of earlier versions that published runs still hold.
-OLD_IDS = {
-    "unsloth_full": "unsloth_plain_checkpointing",
-    "fused_all_selective_10": "fused_all_selective_10_gib",
-    "fused_all_selective_20": "fused_all_selective_20_gib",
-    **{
-        f"{library}_peft_bf16{end}": f"{library}_peft_bf16_adapters{end}"
-        for library in ("vanilla", "compiled")
-        for end in ("", WITHOUT)
-    },
-}
-
 # For each part, the variant that fuses it alone and the one that fuses all the others.
 _ID_BY_RECIPE = {variant.recipe: variant.id for variant in _RECORDS if variant.checkpoints}
 ALONE = {part: _ID_BY_RECIPE[Recipe(fused=(part,))] for part in FUSED_PARTS}
@@ -308,15 +296,9 @@ def unadapted_projections(variant: str, targets: Collection[str]) -> tuple[str, 
     return ()
 
 
-def current_id(id: str) -> str:
-    """Return today's id of a variant."""
-    return OLD_IDS.get(id, id)
-
-
 def variant_of(id: str) -> Variant:
     """Return the record of an id. An unknown one, from a newer version's results, is its own
     title."""
-    id = current_id(id)
     if known := VARIANTS.get(id) or RETIRED.get(id):
         return known
     title, checkpoints = id.removesuffix(WITHOUT), not id.endswith(WITHOUT)

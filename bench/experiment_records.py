@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from variants import Base, Lora, current_id
+from variants import Base, Lora
 
 COMPARED_PACKAGES = (
     "torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth", "liger_kernel",
@@ -69,9 +69,6 @@ class Experiment(Record):
         """Return the tokens of a step without padding, over all micro-batches of all GPUs."""
         rows = self.gpus * self.accumulate * self.batch_size
         return rows * seq_len * (1 - self.tokens[seq_len].padding)
-
-    def __post_init__(self) -> None:
-        self.variants = [current_id(variant) for variant in self.variants]
 
 
 class Gpu(Record):

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 
 from bench.options import flag, why_unavailable
-from variants import BF16, NF4, RETIRED, TARGETS, VARIANTS, Base, current_id, title_of
+from variants import BF16, NF4, RETIRED, TARGETS, VARIANTS, Base, title_of
 
 LIMITS = {  # (smallest, largest)
     "seq_lens": (3, None),  # a token, one that attends to it, and the one that follows
@@ -60,7 +60,7 @@ def check_options(asked: argparse.Namespace) -> None:
         if asked.allow_shared_gpu:
             raise ValueError("--allow-shared-gpu: a rehearsal uses no GPU; leave it out")
     for name in asked.variants or ():
-        check_variant(current_id(name), asked.device, asked.base, asked.targets)
+        check_variant(name, asked.device, asked.base, asked.targets)
     if asked.base == NF4 and find_spec("bitsandbytes") is None:
         raise ValueError('--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"')
 

@@ -18,7 +18,6 @@ from variants import (
     VARIANTS,
     WITHOUT,
     Base,
-    current_id,
     missing_package,
     recipe_of,
     unadapted_projections,
@@ -272,7 +271,7 @@ def variants_of(asked: argparse.Namespace) -> tuple[str, ...]:
     on_nf4 = (asked.base, asked.suite) == (NF4, "experiment")
     suite = EXPERIMENT_ON_NF4 if on_nf4 else SUITES[asked.suite]
     suite = ON_SEVERAL_GPUS if asked.gpus > 1 else suite
-    ids = dict.fromkeys(map(current_id, asked.variants or suite))
+    ids = dict.fromkeys(asked.variants or suite)
     return tuple(id for id in ids if not (asked.quick and id == AGAIN))
 
 

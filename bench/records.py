@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta, field
 
 from bench.experiment_records import Count, Environment, Experiment, Positive, Record
-from variants import Settings, current_id, variant_of
+from variants import Settings, variant_of
 
 Status = Literal["ok", "parity_failed", "oom", "error", "unavailable"]
 STATUSES: tuple[Status, ...] = get_args(Status)  # the most telling first
@@ -116,7 +116,6 @@ class Cell(Record):
     gpus: list[GpuTimes] = []
 
     def __post_init__(self) -> None:
-        self.variant = current_id(self.variant)
         if self.status == "ok" and not self.step_ms:
             raise ValueError("its status is ok, and it has no step_ms")
 
@@ -212,9 +211,6 @@ class SummaryRow(Record):
     peak_gib: float | None
     verdict: Verdict | None
     gpu_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        self.variant = current_id(self.variant)
 
 
 class Run(Record):

@@ -21,15 +21,14 @@ import zlib
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from bench.experiment_records import COMPARED_PACKAGES, Environment, Experiment, Record
+from bench.experiment_records import COMPARED_PACKAGES, Environment, Experiment
 from bench.folders import unfinished_beside
 from bench.records import Floor, Run
 
-R = TypeVar("R", bound=Record)
 UNREADABLE = (
     msgspec.DecodeError,
     UnicodeDecodeError,
@@ -110,17 +109,6 @@ def load(path: str | Path) -> Run:
         return decode(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}: restore it, or delete it and measure again") from None
-
-
-def load_record(path: Path, kind: type[R], instead: str) -> R:
-    """Load another kind of file, which may be compressed, or raise a ValueError of one line that
-    says what to do `instead`."""
-    data = path.read_bytes()
-    try:
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
-        return msgspec.json.decode(data, type=kind)
-    except UNREADABLE as error:
-        raise ValueError(f"{path}: {error}: {instead}") from None
 
 
 class _Header(msgspec.Struct):

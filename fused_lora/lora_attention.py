@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from fused_mlp.dropout import draw_masks, masks_of, parts_of
+from fused_mlp.launching import check_runnable
 from fused_mlp.utils import (
     Group,
     adapter_gradients,
@@ -53,7 +54,7 @@ from .kernels.qkv_attention import (
     attention_forward,
 )
 from .kernels.qkv_norm_rope import head_norms_backward, norm_rope_together
-from .kernels.qkv_rope import rope_together, scale_q
+from .kernels.qkv_rope import _qkv_rope_kernel, rope_together, scale_q
 from .lora_linear import (
     QKV_PREFIXES,
     FrozenLinear,
@@ -139,6 +140,7 @@ class LoRA_Attention(torch.autograd.Function):
         ctx.scalings = [layer.scaling for layer in (*layers, o)]
 
         x = x.to(compute_dtype(x))
+        check_runnable("LoRA_Attention", _qkv_rope_kernel, x)
         batch, positions, _ = x.shape
         dropouts = [layer.dropout for layer in (*layers, o)]
         columns = [layer.weight.shape[1] for layer in (*layers, o)]

@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fused_mlp.launching import check_runnable
 from fused_mlp.utils import (
     check_frozen,
     compute_dtype,
@@ -45,6 +46,7 @@ from fused_mlp.utils import (
 from .kernels.routed_rows import (
     SWIGLU,
     ClampedGate,
+    _sum_routed_kernel,
     routed_swiglu_backward,
     routed_swiglu_forward,
     sum_routed,
@@ -155,6 +157,7 @@ class LoRA_Experts(torch.autograd.Function):
         gate_up_weight = frozen.gate_up_weight.to(dtype)
         down_weight = frozen.down_weight.to(dtype)
         x = x.to(dtype)
+        check_runnable("LoRA_Experts", _sum_routed_kernel, x)
         adapters = gate_up_A, gate_up_B, down_A, down_B = [
             None if one is None else _aligned(one, by, dtype)
             for one, by in ((gate_up_A, 1), (gate_up_B, 2), (down_A, 1), (down_B, 2))
@@ -319,6 +322,12 @@ def _check(
             raise ValueError(
                 f"{name}: {prefix}A is {shape_A} and {prefix}B {shape_B}, should be "
                 f"[{experts}, r, {features}] and [{experts}, {outputs}, r] of one r"
+            )
+    for key, features in (("gate_up_bias", 2 * intermediate), ("down_bias", hidden)):
+        bias = getattr(frozen, key)
+        if bias is not None and bias.shape != (experts, features):
+            raise ValueError(
+                f"{name}: {key} is {list(bias.shape)}, should be {[experts, features]}"
             )
     for key in ("gate_up_weight", "down_weight", "gate_up_bias", "down_bias"):
         if (tensor := getattr(frozen, key)) is not None:

@@ -23,7 +23,7 @@ from report.fits import RANKING, fits_table
 from report.several_gpus import COLUMNS as SEVERAL_GPUS_COLUMNS
 from report.several_gpus import scaled
 from report.statistics import NOISE, summarize
-from report.table import Column, Row, number
+from report.table import Column, Row, number, thousands
 from report.wording import on_base
 from variants import title_of, variant_of
 
@@ -60,25 +60,12 @@ def plot_only(folder: Path) -> int:
 
 def _draw_published(figures: Path) -> list[Path]:
     """Draw the pictures of published runs beside the experiment. Return their paths."""
-    from report import (
-        committed,
-        fp8_training,
-        loss_curve,
-        padding_picture,
-        several_gpus_picture,
-        small_adapters,
-    )
+    from report import committed
+    from report.several_gpus_picture import several_gpus_figure
 
-    losses = list(committed.loaded("*/loss_curve*").values())
-    adapters = committed.loaded_small_adapters()[0]
-    several = committed.loaded_several_gpus()
-    return _draw_suite(store.load(committed.suite_path()), figures) + _write(figures, {
-        "loss_curve": loss_curve.loss_curve_figure(losses),
-        "documents": padding_picture.documents_figure(committed.chat_groups()),
-        "fp8_training": fp8_training.fp8_training_figure(committed.loaded_training()),
-        "small_adapters": small_adapters.small_adapters_figure(adapters),
-        "several_gpus": several_gpus_picture.several_gpus_figure(several),
-    })  # fmt: skip
+    several = several_gpus_figure(committed.loaded_several_gpus())
+    suite = store.load(committed.suite_path())
+    return _draw_suite(suite, figures) + _write(figures, {"several_gpus": several})
 
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
@@ -101,16 +88,12 @@ def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
 
 
 def _draw_suite(run: Run, folder: Path) -> list[Path]:
-    """Draw the pictures that need a suite instead of the experiment. Return their paths."""
+    """Draw the picture that needs a suite instead of the experiment. Return its path."""
     if "fused_all" not in {variant_of(id).plain_id for id in run.experiment.variants}:
         return []
     from report.ablation_picture import ablation_figure
-    from report.frontier import frontier_figure
 
-    return _write(folder, {
-        "ablation": ablation_figure(run),
-        "frontier": frontier_figure(run),
-    })  # fmt: skip
+    return _write(folder, {"ablation": ablation_figure(run)})
 
 
 def _write(folder: Path, pictures: dict[str, "Figure | None"]) -> list[Path]:
@@ -196,6 +179,8 @@ def summary_table(run: Run) -> Table:
         Column[SummaryRow]("GiB", lambda row: number(row.peak_gib, 1)),
         Column[SummaryRow]("GPU ms", lambda row: number(row.gpu_ms, 1)),
     ]
+    if run.experiment.padded or run.experiment.documents:  # steps have unlike numbers of tokens
+        measured.append(Column("tokens/s", lambda row: thousands(row.tokens_per_s)))
     title = "Rehearsal: not a performance result" if run.rehearsal else None
     plain: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
     if run.experiment.gpus > 1:

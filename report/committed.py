@@ -11,11 +11,8 @@ from bench.options import HERE
 from bench.peers import pins
 from bench.records import Run
 from bench.results import write_atomically
-from bench.small_adapter_records import SmallAdapters, load_small_adapters
-from bench.training_records import Fp8Training, load_training
 from report import suite_tables, tables
 from report.comparison import compare, comparison_table
-from report.fp8_training import fp8_training_section
 from report.headline import (
     Card,
     answer,
@@ -24,16 +21,14 @@ from report.headline import (
     measured_section,
     on_your_card_section,
 )
-from report.loss_curve import losses_section
-from report.padding import ChatGroup, groups, padding_section
 from report.published import published_section
 from report.several_gpus import several_gpus_section
-from report.small_adapters import small_adapters_section
 from report.wording import PEERS, Footnote
 from variants import variant_of
 
 DOCS = HERE / "docs"
-SMALL_ADAPTERS = "small_adapters*"
+# Files in docs/runs/ that programs of dev/measure/ wrote, or one that is gone: no runs.
+OF_NO_RUN = "fp8_training", "small_adapters", "weight_statistics"
 
 
 class Index(msgspec.Struct, frozen=True):
@@ -43,7 +38,6 @@ class Index(msgspec.Struct, frozen=True):
     suite: str
     second_run: str
     kernels: str
-    fp8_training: str
     footnotes: list[Footnote]
     cards: list[Card]
 
@@ -64,30 +58,14 @@ def loaded(name: str) -> dict[str, Run]:
     """Return the published runs of this name, on every GPU, by the path from docs/runs/."""
     runs = DOCS / "runs"
     paths = sorted(runs.glob(f"{name}.json.gz"))
-    other = ("fp8_training", SMALL_ADAPTERS.rstrip("*"))
     return {path.relative_to(runs).as_posix(): store.load(path) for path in paths
-            if not path.name.startswith(other)}  # fmt: skip
-
-
-def loaded_training() -> Fp8Training:
-    return load_training(DOCS / "runs" / index().fp8_training)
-
-
-def loaded_small_adapters() -> list[SmallAdapters]:
-    """Return the published measurements of small adapters, those of a GPU first."""
-    paths = sorted(DOCS.glob(f"runs/*/{SMALL_ADAPTERS}.json.gz"))
-    return sorted(map(load_small_adapters, paths), key=lambda one: one.environment.gpu is None)
+            if not path.name.startswith(OF_NO_RUN)}  # fmt: skip
 
 
 def loaded_several_gpus() -> list[Run]:
     """Return the published runs on several GPUs, those of one kind together, the fewest first."""
     runs = loaded("*/gpus-*").values()
     return sorted(runs, key=lambda run: (run.environment.device, run.experiment.gpus))
-
-
-def chat_groups() -> list[ChatGroup]:
-    """Return the published runs `padded-NAME` and `documents-NAME`, by data set and GPU."""
-    return groups(loaded("*/padded-*"), loaded("*/documents-*"), index().footnotes)
 
 
 def _by_link(run: Run, *names: str) -> dict[str, Run]:
@@ -98,7 +76,7 @@ def _by_link(run: Run, *names: str) -> dict[str, Run]:
 
 def generated_parts(run: Run) -> dict[str, str]:
     """Write every part, by name. run: the experiment."""
-    known, chats = index(), chat_groups()
+    known = index()
     suite, second_run, kernels = (
         store.load(DOCS / "runs" / path) for path in (known.suite, known.second_run, known.kernels)
     )
@@ -121,12 +99,7 @@ def generated_parts(run: Run) -> dict[str, str]:
         "published": published_section(loaded("*/published-*"), known.footnotes),
         "releases": releases_section(pins(), _by_link(run, "**/*")),
         "recipes": tables.recipes_section(loaded("*/recipe-*").values()),
-        "losses": losses_section(loaded("*/loss_curve*").values()),
-        "nf4 losses": losses_section(loaded("*/losses_nf4*").values()),
         "nf4 steps": tables.beside_floor_section(loaded("*/nf4*").values()),
-        "padding": padding_section(chats),
-        "fp8 training": fp8_training_section(loaded_training()),
-        "small adapters": small_adapters_section(loaded_small_adapters()),
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths*").values()),
         "long rows": tables.beside_floor_section(loaded("*/long_rows").values()),
     }

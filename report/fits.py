@@ -61,16 +61,6 @@ def _reference(run: Run, seq_len: int) -> str:
     return next((id for id in ids if run.round_ms(id, seq_len)), BASELINE)
 
 
-def pareto(points: list[Point]) -> list[Point]:
-    """Return the points that no other point beats in time with no more memory, the least memory
-    first."""
-    best: list[Point] = []
-    for point in sorted(points, key=lambda each: (each.peak_gib, each.step_ms)):
-        if not best or point.step_ms < best[-1].step_ms:
-            best.append(point)
-    return best
-
-
 def fitting_points(points: list[Point], gib: float) -> list[Point]:
     """Return the points that fit a card of this size beside the CUDA context. The largest speedup
     comes first, those without one last."""

@@ -118,7 +118,7 @@ def test_messages_of_fuse_fit_two_lines_of_80_columns():
     assert not [text for text, most in found if len(text) > most]
 
 
-PAGES = [path for folder in (".", "docs", "dev") for path in (ROOT / folder).glob("*.md")]
+PAGES = [path for folder in (".", "data", "docs", "dev") for path in (ROOT / folder).glob("*.md")]
 
 
 def test_links_between_files_lead_somewhere():

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from fused_mlp.launching import cdiv, is_interpreted, launch
 
-from .rows import check_rows
 from .tiling import dots_in_fp32
 
 # Up to these many positions our forward, and our backward, is faster than PyTorch's.
@@ -269,7 +268,6 @@ def causal_attention_forward(
     head_dim = head_dim_of(name, qkv, positions, heads, kv_heads, documents)
     batch = qkv.shape[0] // positions
     attended = qkv.new_empty(qkv.shape[0], heads * head_dim) if out is None else out
-    check_rows(name, kernel, (qkv.shape[0], heads * head_dim), out=attended)
     if sinks is not None and (tuple(sinks.shape), sinks.device) != ((heads,), qkv.device):
         raise ValueError(
             f"{name}: sinks is {list(sinks.shape)} on {sinks.device}, should be {[heads]} on "
@@ -297,7 +295,6 @@ def head_dim_of(
     documents: Tensor | None = None,
 ) -> int:
     """Return the head_dim of [q | k | v]. Raise ValueError if these kernels cannot run on it."""
-    check_rows(name, _attention_forward_kernel, qkv.shape, qkv=qkv)
     rows, columns = qkv.shape
     parts = heads + 2 * kv_heads
     if (

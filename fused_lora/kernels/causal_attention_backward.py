@@ -45,13 +45,11 @@ from .causal_attention import (
     Launches,
     dot,
     first_seen,
-    head_dim_of,
     is_seen,
 )
 from .causal_attention_keys_backward import _attention_keys_backward_kernel
-from .qkv_rope import angles_of, batch_of
+from .qkv_rope import angles_of
 from .rotation import load_halves, store_rotated_back
-from .rows import check_alike, check_rows
 from .tiling import dots_in_fp32
 
 BACKWARD_QUERIES = Launches(
@@ -206,25 +204,10 @@ def causal_attention_backward(
         logsumexp: [batch, heads, positions] in fp32 and contiguous, from any forward.
         grad_qkv: as qkv. Rows of all may lie any stride apart.
         documents, window: as the forward had them.
-
-    Raises:
-        ValueError: as `causal_attention_forward`.
     """
-    name, kernel = "causal_attention_backward", _attention_queries_backward_kernel
+    kernel = _attention_queries_backward_kernel
     batch, heads, positions = logsumexp.shape
-    head_dim = head_dim_of(name, qkv, positions, heads, kv_heads, documents)
-    check_rows(name, kernel, qkv.shape, qkv=qkv, grad_qkv=grad_qkv)
-    check_rows(name, kernel, (qkv.shape[0], heads * head_dim), grad=grad, attended=attended)
-    check_alike(name, "grad", grad, qkv)
-    sequences = batch_of(name, qkv, cos, sin, heads, kv_heads, positions)
-    if cos is not None:
-        positions = cos.shape[1]
-    given = logsumexp.shape, logsumexp.dtype, logsumexp.is_contiguous()
-    if given != ((sequences, heads, positions), torch.float32, True):
-        raise ValueError(
-            f"{name}: logsumexp is {list(logsumexp.shape)} in {logsumexp.dtype}, should be "
-            f"{[sequences, heads, positions]} in torch.float32 and contiguous"
-        )
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     if batch == 0:
         return
     dots = torch.empty_like(logsumexp)

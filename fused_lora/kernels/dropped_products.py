@@ -16,7 +16,6 @@ fp32 and rounds once, at the store. Deterministic.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +23,6 @@ from torch import Tensor
 from fused_mlp.dropout import Mask, Masks, is_kept
 from fused_mlp.launching import cdiv, launch_by_triton, next_power_of_2, on_device_of
 
-from .rows import check_alike, check_rows
 from .tiling import MAX_BLOCK_RANK, SHARED_BYTES, dots_in_fp32
 
 # A word of a mask covers this many rows, which gives a tile one row of words. With 128 columns the
@@ -149,11 +147,7 @@ def dropped_products(x: Tensor, A: Tensor, ranks: Sequence[int], masks: Masks, z
             columns.copy_((x * unpacked(mask) * mask.scale) @ one_A.t())
 
     A mask that is None masks nothing. All of one dtype; rows may lie any stride apart.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
-    _check("dropped_products", _dropped_products_kernel, x, A, masks, ranks, z)
     rest = z[:, sum(ranks) :]
     if rest.shape[1]:
         rest.zero_()
@@ -183,11 +177,7 @@ def dropped_gradient(
         total.zero_()
         for columns, one_A, mask in zip(p.split(ranks, 1), A.split(ranks), masks):
             total += (columns @ one_A) * unpacked(mask) * mask.scale
-
-    Raises:
-        ValueError: as `dropped_products`.
     """
-    _check("dropped_gradient", _dropped_gradient_kernel, total, A, masks, ranks, p)
     rows, columns = total.shape
     launches = _launches(p, A, ranks, masks)
     if not launches:
@@ -233,33 +223,3 @@ def _operands(factors: Sequence[_Factor]) -> tuple:
 
 def _stages(elements: int, x: Tensor) -> int:
     return max(min(_STAGES, SHARED_BYTES // (elements * x.element_size())), 1)
-
-
-def _check(
-    name: str, kernel, x: Tensor, A: Tensor, masks: Masks, ranks: Sequence[int], sides: Tensor
-) -> None:
-    """Raise ValueError unless x [rows, columns], A [width, columns], the masks and z or p [rows,
-    width] fit together."""
-    check_rows(name, kernel, x.shape, x=x)
-    (rows, columns), width = x.shape, A.shape[0]
-    for key, tensor, shape in (("A", A, (width, columns)), ("z or p", sides, (rows, width))):
-        check_rows(name, kernel, shape, **{key: tensor})
-        check_alike(name, key, tensor, x)
-    if sum(ranks) > width or len(ranks) != len(masks):
-        raise ValueError(
-            f"{name}: ranks are {list(ranks)} and masks {len(masks)}, should be as many and up to "
-            f"the {width} rows of A in all"
-        )
-    for i, mask in enumerate(masks):
-        if mask is not None:
-            check_mask(f"{name}: mask {i}", mask, x)
-
-
-def check_mask(name: str, mask: Mask, x: Tensor) -> None:
-    """Raise ValueError unless these are a mask's bits for x [rows, columns]."""
-    bits, shape = mask.bits, (cdiv(x.shape[0], 32), x.shape[1])
-    if bits.shape != shape or bits.dtype != torch.int32 or not bits.is_contiguous():
-        raise ValueError(
-            f"{name} is {list(bits.shape)} {bits.dtype}, should be {list(shape)} of torch.int32, "
-            "contiguous"
-        )

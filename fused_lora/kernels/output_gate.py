@@ -17,7 +17,6 @@ from fused_mlp.launching import cdiv, launch
 
 from .activation import sigmoid
 from .qkv_rope import split_heads
-from .rows import check_alike, check_rows
 from .tiling import dots_in_fp32
 
 BLOCK = 1024  # features of a program; 8 bf16 values, one 16-byte load, per thread and tensor
@@ -98,14 +97,9 @@ def gate_forward(attended: Tensor, raw: Tensor, head_dim: int, out: Tensor | Non
 
         gates = raw[:, : 2 * heads * head_dim].unflatten(1, (heads, 2, head_dim))[:, :, 1]
         attended * torch.sigmoid(gates.flatten(1))
-
-    Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     kernel = _output_gate_kernel
     gated = attended.new_empty(attended.shape) if out is None else out
-    check_rows("gate_forward", kernel, attended.shape, attended=attended, out=gated)
-    _check_raw("gate_forward", kernel, attended, raw=raw)
     rows, columns = attended.shape
     if rows:  # an empty grid cannot be launched
         launch(
@@ -126,8 +120,6 @@ def gate_backward(
     `gate_forward`.
     """
     kernel = _output_gate_backward_kernel
-    check_rows("gate_backward", kernel, attended.shape, grad=grad, attended=attended)
-    _check_raw("gate_backward", kernel, attended, raw=raw, grad_raw=grad_raw)
     rows, columns = attended.shape
     grad_attended = grad.new_empty(rows, columns)
     if rows:
@@ -138,16 +130,3 @@ def gate_backward(
             dots_in_fp32(kernel, raw), BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return grad_attended
-
-
-def _check_raw(name: str, kernel, attended: Tensor, **tensors: Tensor) -> None:
-    """Raise ValueError unless these tensors are rows, alike, with room for a gate beside each of
-    attended's columns."""
-    key, first = next(iter(tensors.items()))
-    check_rows(name, kernel, first.shape, **tensors)
-    check_alike(name, key, first, attended)
-    rows, columns = attended.shape
-    if first.shape[0] != rows or first.shape[1] < 2 * columns:
-        raise ValueError(
-            f"{name}: {key} is {list(first.shape)}, should be [{rows}, {2 * columns} or more]"
-        )

@@ -1,16 +1,12 @@
-"""Gradients that are sums over tokens, for the kernels that write them, and their checks."""
+"""Gradients that are sums over tokens, for the kernels that write them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fused_mlp.dropout import Mask
-from fused_mlp.launching import DTYPES, cdiv
 
-from .dropped_products import check_mask
-from .fp8_rows import E4M3
-from .rows import check_alike, check_rows
 from .tiling import MAX_BLOCK_RANK
 
 
@@ -49,70 +45,3 @@ def split_products(products: Sequence[Product]) -> tuple[list[Product], list[int
             parts.append(Product(some, its_gradient, scaling, mask))
             ranks.append(some.shape[1])
     return parts, ranks
-
-
-def check_product(
-    name: str, kernel, product: Product, like: Tensor, columns: int, which: str = ""
-) -> None:
-    """Raise ValueError unless a factor and its gradient fit an x of these columns and as many rows
-    as like has."""
-    factor, gradient = product[:2]
-    # numel: 1 where there is no such dimension, which is what is refused then
-    rows, rank = like.shape[:1].numel(), factor.shape[-1:].numel()
-    check_rows(name, kernel, (rows, rank), **{f"factor{which}": factor})
-    check_alike(name, f"factor{which}", factor, like)
-    if gradient.shape != (columns, rank):
-        given, wanted = list(gradient.shape), [columns, rank]
-        raise ValueError(f"{name}: gradient{which} is {given}, should be {wanted}")
-    if gradient.device != like.device or gradient.dtype not in DTYPES:
-        raise ValueError(
-            f"{name}: gradient{which} is {gradient.dtype} on {gradient.device}, should be "
-            f"bfloat16, float16 or float32 on {like.device}"
-        )
-
-
-def ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> list[int] | None:
-    """Return the products' ranks if they are right. `refuse_products` says what is wrong, but takes
-    three times as long."""
-    dtype, device = first.dtype, first.device
-    is_coded = x.dtype == E4M3
-    if x.ndim != 2 or (x.dtype != dtype and not is_coded) or x.device != device:
-        return None
-    rows, columns = x.shape
-    if rows != first.shape[0] or (x.stride(1) != 1 and columns > 1):
-        return None
-    ranks = []
-    for factor, gradient, _, mask in products:
-        if factor.ndim != 2 or factor.dtype != dtype or factor.device != device:
-            return None
-        count, rank = factor.shape
-        if (
-            count != rows
-            or (factor.stride(1) != 1 and rank > 1)
-            or gradient.shape != (columns, rank)
-            or gradient.dtype not in DTYPES
-            or gradient.device != device
-            or (mask is not None and (is_coded or mask.bits.shape != (cdiv(rows, 32), columns)))
-        ):
-            return None
-        ranks.append(rank)
-    return ranks
-
-
-def refuse_products(
-    name: str, kernel, i: int, x: Tensor, products: Sequence[Product], first: Tensor
-) -> NoReturn:
-    """Raise the ValueError that says what does not fit."""
-    is_coded = x.dtype == E4M3
-    x = x.to(first.dtype) if is_coded else x  # what follows looks at its shape
-    rows, columns = first.shape[:1].numel(), x.shape[-1:].numel()
-    check_rows(name, kernel, (rows, columns), **{f"x {i}": x})
-    check_alike(name, f"x {i}", x, first)
-    for j, product in enumerate(products):
-        check_product(name, kernel, product, first, columns, f" {j} of x {i}")
-        mask = product.mask
-        if mask is not None and is_coded:
-            raise ValueError(f"{name}: mask {j} of x {i}, which is codes, should be None")
-        if mask is not None:
-            check_mask(f"{name}: mask {j} of x {i}", mask, x)
-    raise AssertionError("there is nothing to refuse")

@@ -21,7 +21,6 @@ from torch import Tensor
 from fused_mlp.launching import DTYPES, launch, next_power_of_2, previous_power_of_2
 
 from .rotation import load_angles, rotate_heads
-from .rows import check_alike, check_rows
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -135,7 +134,6 @@ def _rotate_in_place(
     name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool,
     backward: bool,
 ) -> None:  # fmt: skip
-    check_rows(name, _qkv_rope_kernel, qkv.shape, qkv=qkv)
     batch = batch_of(name, qkv, cos, sin, heads, kv_heads)
     # q's and k's heads lie side by side, so a single tile can hold both
     parts = heads + 2 * kv_heads
@@ -163,8 +161,7 @@ def rope_together(
     Raises:
         ValueError: as `rope_forward`.
     """
-    names = "q", "k", "v"
-    _rotate_together("rope_together", names, (q, k, v), cos, sin, qkv, interleaved, backward=False)
+    _rotate_together("rope_together", (q, k, v), cos, sin, qkv, interleaved, backward=False)
 
 
 def rope_backward(
@@ -180,15 +177,11 @@ def rope_backward(
         ValueError: as `rope_forward`.
     """
     gradients = grad_q, grad_k, grad_v
-    names = "grad_q", "grad_k", "grad_v"
-    _rotate_together(
-        "rope_backward", names, gradients, cos, sin, grad_qkv, interleaved, backward=True
-    )
+    _rotate_together("rope_backward", gradients, cos, sin, grad_qkv, interleaved, backward=True)
 
 
 def _rotate_together(
     name: str,
-    keys: tuple[str, str, str],
     parts: tuple[Tensor, Tensor, Tensor],
     cos: Tensor | None,
     sin: Tensor | None,
@@ -196,11 +189,8 @@ def _rotate_together(
     interleaved: bool,
     backward: bool,
 ) -> None:
-    check_rows(name, _qkv_rope_kernel, qkv.shape, qkv=qkv)
-    (_, heads, positions, head_dim), kv_heads = parts[0].shape, parts[1].shape[1]
-    batch = batch_of(name, qkv, cos, sin, heads, kv_heads, positions)
-    by_name = dict(zip(keys, parts, strict=True))
-    check_heads(name, by_name, (batch, heads, positions, head_dim), qkv)
+    heads, positions = parts[0].shape[1:3]
+    batch_of(name, qkv, cos, sin, heads, parts[1].shape[1], positions)
     _rotate(*parts, cos, sin, qkv, interleaved, backward)
 
 
@@ -253,22 +243,6 @@ def scale_q(qkv: Tensor, q_scale: Tensor | None, q_columns: int) -> None:
     if q_scale is not None:
         by_token = qkv[:, :q_columns].unflatten(0, (-1, q_scale.shape[1]))
         by_token.mul_(q_scale.unsqueeze(2))
-
-
-def check_heads(
-    name: str, parts: dict[str, Tensor], shape_of_q: tuple[int, ...], qkv: Tensor
-) -> None:
-    """Raise ValueError unless the parts, q, k and v or the first two, have the shape of q, or its
-    with as many heads as k, and are in dtype and place as qkv is."""
-    batch, heads, positions, head_dim = shape_of_q
-    kv_heads = list(parts.values())[1].shape[1]
-    for (key, part), count in zip(parts.items(), (heads, kv_heads, kv_heads), strict=False):
-        if part.shape != (batch, count, positions, head_dim):
-            raise ValueError(
-                f"{name}: {key} is {list(part.shape)}, should be "
-                f"{[batch, count, positions, head_dim]}"
-            )
-        check_alike(name, key, part, qkv)
 
 
 def angles_of(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:

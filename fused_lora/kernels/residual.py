@@ -34,14 +34,13 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, launch, next_power_of_2
 
 from .row_norm import (
-    MAX_HIDDEN,
     MAX_PARTIAL_SUMS,
     _rms_norm_backward_kernel,
     _rms_norm_forward_kernel,
     load_weight,
     norm_row,
 )
-from .rows import block_of, check_alike, check_rows
+from .rows import block_of
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 
 # The fastest tried on an H100, at 2,048 to 16,384 rows of 2,048 and of 4,096, or within 2% of it.
@@ -130,15 +129,8 @@ def residual_norm_forward(
         y.copy_(x.float() * rstd[:, None] * weight.float())  # zero_centered: 1 + weight.float()
 
     copy is for a matmul that is added to it in place. Without it, PyTorch would make that copy.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     rows, hidden = x.shape
-    written = {} if copy is None else {"copy": copy}
-    check_rows("residual_norm_forward", _rms_norm_forward_kernel, x.shape, x=x, **written)
-    check_rows("residual_norm_forward", _rms_norm_forward_kernel, x.shape, y=y)
-    check_hidden("residual_norm_forward", x, weight)
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows:  # an empty grid cannot be launched
         block, warps = block_of(hidden)
@@ -166,15 +158,7 @@ def residual_norm_backward(
 
     Without grad_residual x goes on nowhere. weight, rstd and zero_centered are as
     `residual_norm_forward` had and gave them.
-
-    Raises:
-        ValueError: as `residual_norm_forward`.
     """
-    others = {} if grad_residual is None else {"grad_residual": grad_residual}
-    check_rows("residual_norm_backward", _rms_norm_backward_kernel, x.shape, x=x, **others)
-    for free in ({"grad_y": grad_y}, {"grad_x": grad_x}):
-        check_rows("residual_norm_backward", _rms_norm_backward_kernel, x.shape, **free)
-    check_hidden("residual_norm_backward", x, weight)
     rows, hidden = x.shape
     rows_per_program = 1 if grad_weight is None else max(cdiv(rows, MAX_PARTIAL_SUMS), 1)
     programs = cdiv(rows, rows_per_program)
@@ -203,19 +187,9 @@ def extend_rows(x: Tensor, A: Tensor, extended: Tensor, z: Tensor) -> None:
 
     x may be extended's first columns, which then stay. z is for whoever saves it, and need not
     keep all of extended.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
-    name, kernel = "extend_rows", _extend_rows_kernel
-    check_rows(name, kernel, x.shape, x=x)
+    kernel = _extend_rows_kernel
     (rows, columns), rank = x.shape, A.shape[0]
-    for key, tensor, shape in (
-        ("A", A, (rank, columns)), ("z", z, (rows, rank)),
-        ("extended", extended, (rows, columns + rank)),
-    ):  # fmt: skip
-        check_rows(name, kernel, shape, **{key: tensor})
-        check_alike(name, key, tensor, x)
     if rows == 0:
         return
     tile_rows = min(max(next_power_of_2(rows), 16), TILING.rows)  # tl.dot wants 16 at least
@@ -243,13 +217,8 @@ def add_normed(
         # zero_centered: 1 + weight.float()
 
     `residual_norm_backward` without grad_residual has x's gradient from total's.
-
-    Raises:
-        ValueError: as `residual_norm_forward`.
     """
     rows, hidden = x.shape
-    check_rows("add_normed", _add_normed_kernel, x.shape, residual=residual, x=x, total=total)
-    check_hidden("add_normed", x, weight)
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows:
         block, warps = block_of(hidden)
@@ -260,15 +229,3 @@ def add_normed(
             num_warps=warps,
         )  # fmt: skip
     return rstd
-
-
-def check_hidden(name: str, x: Tensor, weight: Tensor) -> None:
-    """Raise ValueError unless a norm's weight fits x [rows, hidden], and a program such a row."""
-    hidden = x.shape[1]
-    if not 1 <= hidden <= MAX_HIDDEN:
-        raise ValueError(f"{name}: x is {list(x.shape)}, hidden should be from 1 to {MAX_HIDDEN}")
-    if weight.shape != (hidden,) or not weight.is_contiguous():
-        raise ValueError(
-            f"{name}: weight is {list(weight.shape)}, should be [{hidden}] and contiguous"
-        )
-    check_alike(name, "weight", weight, x)

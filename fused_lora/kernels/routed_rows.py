@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import cdiv, check_runnable, launch, next_power_of_2
+from fused_mlp.launching import cdiv, launch, next_power_of_2
 
 TILE, MAX_BLOCK = 2048, 1024  # elements of a program's tile, and of one of its rows
 
@@ -218,18 +218,9 @@ def routed_swiglu_forward(
     Returns:
         (gate_up [rows, 2 columns], hidden [rows, columns]) in the dtype of base. Without addend and
         bias gate_up is base.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit, or no kernel can run on them.
     """
-    _check("routed_swiglu_forward", base, addend, weight)
     rows, columns = base.shape[0], base.shape[1] // 2
     base, addend, weight = base.contiguous(), _contiguous(addend), weight.contiguous()
-    if bias is not None and (bias.shape[1:] != base.shape[1:] or expert is None):
-        raise ValueError(
-            f"routed_swiglu_forward: bias is {list(bias.shape)}, should be [experts, "
-            f"{2 * columns}] with the expert of each row"
-        )
     is_base = addend is None and bias is None
     gate_up = base if is_base else torch.empty_like(base)
     hidden = base.new_empty(rows, columns)
@@ -265,17 +256,8 @@ def routed_swiglu_backward(
 
     Returns:
         (hidden [rows, columns], grad_gate_up [rows, 2 columns], grad_weight [rows] in fp32).
-
-    Raises:
-        ValueError: as the forward.
     """
-    _check("routed_swiglu_backward", base, addend, weight)
     rows, columns = base.shape
-    if (gate_up.shape, gate_up.dtype) != ((rows, 2 * columns), base.dtype):
-        raise ValueError(
-            f"routed_swiglu_backward: gate_up is {list(gate_up.shape)} in {gate_up.dtype}, should "
-            f"be {[rows, 2 * columns]} in {base.dtype}"
-        )
     base, addend, weight = base.contiguous(), _contiguous(addend), weight.contiguous()
     gate_up = gate_up.contiguous()
     hidden, grad_gate_up = torch.empty_like(base), torch.empty_like(gate_up)
@@ -299,13 +281,7 @@ def sum_routed(base: Tensor, addend: Tensor | None, scaling: float, places: Tens
     Args:
         base, addend: [rows, columns], as for `routed_swiglu_forward`.
         places: [..., top_k] int64, the rows of each token.
-
-    Raises:
-        ValueError: as there.
     """
-    _check("sum_routed", base, addend)
-    if places.dtype != torch.int64:
-        raise ValueError(f"sum_routed: places are {places.dtype}, should be torch.int64")
     columns, top_k = base.shape[1], places.shape[-1]
     base, addend, places = base.contiguous(), _contiguous(addend), places.contiguous()
     out = base.new_empty(*places.shape[:-1], columns)
@@ -327,19 +303,3 @@ def _tile(columns: int) -> tuple[int, int]:
 
 def _contiguous(addend: Tensor | None) -> Tensor | None:
     return None if addend is None else addend.contiguous()
-
-
-def _check(name: str, base: Tensor, addend: Tensor | None, weight: Tensor | None = None) -> None:
-    """Raise ValueError unless the operands fit together and a kernel can run on them."""
-    check_runnable(name, _sum_routed_kernel, base)
-    like = base.shape, base.dtype, base.device
-    if base.ndim != 2 or (
-        addend is not None and (addend.shape, addend.dtype, addend.device) != like
-    ):
-        given = "none" if addend is None else f"{list(addend.shape)} in {addend.dtype}"
-        raise ValueError(
-            f"{name}: base is {list(base.shape)} in {base.dtype} and addend {given}, should be two "
-            "[rows, columns] alike on one device"
-        )
-    if weight is not None and weight.shape != base.shape[:1]:
-        raise ValueError(f"{name}: weight is {list(weight.shape)}, should be {[len(base)]}")

@@ -1,4 +1,4 @@
-"""Tensors [rows, columns] whose rows may lie any stride apart: making and checking them.
+"""Tensors [rows, columns] whose rows may lie any stride apart.
 
 A bordered matmul reads [x | x A'] and writes [y | y A']. That makes x and y the first columns of
 wider buffers. The kernels between the matmuls therefore take a row stride for every tensor.
@@ -6,7 +6,7 @@ wider buffers. The kernels between the matmuls therefore take a row stride for e
 
 from torch import Tensor
 
-from fused_mlp.launching import check_runnable, next_power_of_2
+from fused_mlp.launching import next_power_of_2
 
 # A line of the L2 cache. A matmul's tile is as wide: where a row begins elsewhere, each of the
 # tile's rows lies in two lines. Triton also loads 16 bytes at once if it knows a stride's divisor.
@@ -67,47 +67,3 @@ class Handover:
         first = rows[:, : gradient.shape[-1]].view(gradient.shape)
         is_same = (gradient.data_ptr(), gradient.stride()) == (first.data_ptr(), first.stride())
         return rows if is_same and gradient.dtype == rows.dtype else None
-
-
-def check_rows(name: str, kernel, shape: tuple[int, ...], **tensors: Tensor) -> None:
-    """Raise ValueError unless `kernel` can run on the tensors and all are of this shape, of one
-    dtype and device, with the elements of a row side by side."""
-    first = next(iter(tensors.values()))
-    check_runnable(name, kernel, first)
-    for key, tensor in tensors.items():
-        # asked first because it nearly always is right, and asked for 40 times a layer
-        is_alike = tensor is first or (
-            tensor.dtype == first.dtype and tensor.device == first.device
-        )
-        if is_alike and tensor.shape == shape and tensor.ndim == 2 and tensor.stride(1) == 1:
-            continue
-        if tensor.ndim != 2:
-            raise ValueError(f"{name}: {key} is {list(tensor.shape)}, should be [rows, columns]")
-        if tensor.shape != shape:
-            raise ValueError(f"{name}: {key} is {list(tensor.shape)}, should be {list(shape)}")
-        check_alike(name, key, tensor, first)
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(
-                f"{name}: {key} has elements {tensor.stride(-1)} apart, should have them side by "
-                "side: make it contiguous first"
-            )
-
-
-def rows_and_intermediate(name: str, kernel, gate_up: Tensor) -> tuple[int, int]:
-    """Return (rows, intermediate) of gate_up [rows, 2 intermediate], or raise ValueError."""
-    check_rows(name, kernel, gate_up.shape, gate_up=gate_up)
-    rows, columns = gate_up.shape
-    if columns % 2:
-        raise ValueError(
-            f"{name}: gate_up is {list(gate_up.shape)}, should be [rows, 2 intermediate]"
-        )
-    return rows, columns // 2
-
-
-def check_alike(name: str, key: str, tensor: Tensor, first: Tensor) -> None:
-    """Raise ValueError unless the tensor has the dtype and the device of the first."""
-    if tensor.dtype != first.dtype or tensor.device != first.device:
-        raise ValueError(
-            f"{name}: {key} is {tensor.dtype} on {tensor.device}, should be {first.dtype} on "
-            f"{first.device} as the others are"
-        )

@@ -28,12 +28,9 @@ from torch import Tensor
 
 from fused_mlp.dropout import Mask, is_kept
 from fused_mlp.launching import cdiv, launch, next_power_of_2, on_device_of
-from fused_mlp.utils import check_activation
 
 from .activation import activate
 from .autotune import fastest
-from .dropped_products import check_mask
-from .rows import check_alike, check_rows, rows_and_intermediate
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages, tilings_for_masks
 
 SUM_ROWS = 64  # a program of the second kernel
@@ -159,26 +156,9 @@ def swiglu_forward_product(
     Given the columns of [hidden | z] as hidden and copy, it writes the input of a matmul that grows
     in K. With a mask, z is computed from what the mask keeps of hidden, scaled. With "gelu_tanh"
     for the activation it is GeGLU's. The sums are fp32 and round once.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, the activation is another, or no
-            kernel can run on them.
     """
-    name, kernel = "swiglu_forward_product", _swiglu_forward_product_kernel
-    rows, intermediate = rows_and_intermediate(name, kernel, gate_up)
-    check_activation(name, activation)
-    rank = A.shape[0]
+    rows, rank = gate_up.shape[0], A.shape[0]
     z = gate_up.new_empty(rows, rank)
-    for key, tensor, shape in (
-        ("A", A, (rank, intermediate)),
-        ("hidden", hidden, (rows, intermediate)),
-        ("copy", copy, (rows, rank)),
-    ):
-        if tensor is not None:
-            check_rows(name, kernel, shape, **{key: tensor})
-            check_alike(name, key, tensor, gate_up)
-    if mask is not None:
-        check_mask(f"{name}: mask", mask, gate_up[:, :intermediate])
     if rows and rank:
         with on_device_of(gate_up):
             _launch(gate_up, A[:MAX_BLOCK_RANK], hidden, z, copy, mask, activation)

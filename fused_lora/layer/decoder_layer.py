@@ -157,8 +157,8 @@ class DecoderLayer(torch.autograd.Function):
     def forward(ctx, hidden, cos, sin, mask, *operands):
         *row, frozen = operands
         trained = Trained.from_flat(row)
-        check_operands(hidden, cos, sin, trained.adapters, frozen)
         frozen = frozen.with_others(trained.others)
+        check_operands(hidden, cos, sin, trained.adapters, frozen)
         x, positions = as_rows(hidden), hidden.shape[1]
         qkv_weights, o = frozen.qkv, frozen.o
         frozen.filling.fill(frozen.groups, trained.adapters)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from fused_mlp.dropout import Masks, draw_masks
-from fused_mlp.utils import compute_dtype
+from fused_mlp.launching import check_runnable
+from fused_mlp.utils import check_activation, compute_dtype
 
 from ..kernels.head_norms import HeadNorms
+from ..kernels.row_norm import MAX_HIDDEN, _rms_norm_forward_kernel
 from .buffer import Dropout, WeightGroup
 from .filling import Adapter, Filling, adapters_of
 from .residual import Norm
@@ -270,6 +272,13 @@ def check_operands(
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
     check_layer_input(NAME, hidden, frozen.qkv)
+    check_activation(NAME, frozen.activation)
+    for name in NORMS:
+        norm = getattr(frozen, name)
+        if norm is not None and norm.weight.shape != hidden.shape[2:]:
+            raise ValueError(
+                f"{NAME}: {name} is {list(norm.weight.shape)}, should be {list(hidden.shape[2:])}"
+            )
     if any(angle is not None and angle.requires_grad for angle in (cos, sin)):
         raise ValueError(
             f"{NAME}: cos or sin requires a gradient, which it would not get: detach them, or use "
@@ -288,6 +297,9 @@ def check_layer_input(name: str, hidden: Tensor, group: WeightGroup) -> None:
             f"{name}: hidden is {list(hidden.shape)}, should be [batch, positions, "
             f"{group.in_features}]"
         )
+    if hidden.shape[2] > MAX_HIDDEN:
+        raise ValueError(f"{name}: hidden is {list(hidden.shape)}, wider than {MAX_HIDDEN}")
+    check_runnable(name, _rms_norm_forward_kernel, hidden)
     computed = compute_dtype(hidden)
     if group.A.dtype != computed or hidden.dtype not in (computed, torch.float32):
         raise ValueError(

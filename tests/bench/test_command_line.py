@@ -312,8 +312,7 @@ for argv in (["--help"], ["--fused"], ["--plot-only", "--kernels"], ["--seq-lens
     if argv == ["--help"]:
         slow |= {"pynvml", "tokenizers", "rich", "numpy"} & set(sys.modules)
     assert not slow, (argv, slow)
-from report import ablation_picture, benchmark_results, fp8_training, frontier, kernel_time
-from report import loss_curve, panels, tables
+from report import ablation_picture, benchmark_results, kernel_time, panels, tables
 assert "torch" not in sys.modules
 """
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import results, small_adapter_records, training_records
-from bench.records import Cell
+from bench import results
+from report.committed import OF_NO_RUN
 from variants import (
     EXPERIMENT_ON_NF4,
-    OLD_IDS,
     RETIRED,
     SUITES,
     VARIANTS,
@@ -21,16 +20,8 @@ from variants import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-LOADED_BY = {
-    path: load
-    for name, load in (
-        ("fp8_training", training_records.load_training),
-        ("small_adapters", small_adapter_records.load_small_adapters),
-    )
-    for path in sorted((ROOT / "docs").rglob(f"{name}*.json*"))
-}
-OTHERS = set((ROOT / "docs").rglob("*.json*")) - LOADED_BY.keys()
-PUBLISHED = [ROOT / "results.json", *sorted(OTHERS)]
+FILES = sorted((ROOT / "docs").rglob("*.json*"))
+PUBLISHED = [ROOT / "results.json", *(p for p in FILES if not p.name.startswith(OF_NO_RUN))]
 
 
 NEWER = {
@@ -49,51 +40,30 @@ def bytes_of(path):
 def test_every_published_run_loads_and_nothing_of_it_is_lost(path):
     data = bytes_of(path)
     again = json.loads(msgspec.json.encode(results.decode(data)))
-    before = json.loads(data, object_hook=lambda found: {**found, **with_todays_id(found)})
+    before = json.loads(data, object_hook=lambda found: {**newer_fields(found), **found})
     assert again == before
     for variant in before["experiment"]["variants"]:
         assert title_of(variant) != variant
 
 
-@pytest.mark.parametrize("path", LOADED_BY, ids=lambda path: path.name)
-def test_every_other_published_file_loads_and_nothing_of_it_is_lost(path):
-    again = json.loads(msgspec.json.encode(LOADED_BY[path](path)))
-    before = json.loads(bytes_of(path))
-    newer = {"data_sha256": ""} if "adapters" in before else {}
-    assert again == newer | before
-
-
-def with_todays_id(found):
-    """Return the ids of a part of a file as of today, and the fields that the file lacks."""
-    if isinstance(found.get("variant"), str):
-        usual = {"card": None, "gpus": []} if "kernel_ms" in found else {}
-        newer = {name: found.get(name, value) for name, value in usual.items()}
-        return {"variant": OLD_IDS.get(found["variant"], found["variant"]), **newer}
+def newer_fields(found):
+    """Return the fields that a part of an earlier file lacks, as they are read."""
+    if "kernel_ms" in found:
+        return {"card": None, "gpus": []}
     if "variants" in found:
-        ids = [OLD_IDS.get(id, id) for id in found["variants"]]
-        newer = {name: found.get(name, usual) for name, usual in NEWER.items()}
-        return {"variants": ids, **newer}
-    if "schema_version" in found:
-        return {"stages_s": found.get("stages_s"), "other_floors": found.get("other_floors", {})}
-    return {}
+        return NEWER
+    return {"stages_s": None, "other_floors": {}} if "schema_version" in found else {}
 
 
 def test_the_published_runs_are_found():
     assert {"results.json", "suite.json.gz"} <= {path.name for path in PUBLISHED}
-    assert {"fp8_training.json.gz", "small_adapters.json.gz"} <= {path.name for path in LOADED_BY}
-
-
-def test_an_id_of_an_earlier_version_is_read_as_todays():
-    assert Cell("unsloth_full", 64, 1, "oom").variant == "unsloth_plain_checkpointing"
-    assert set(OLD_IDS.values()) <= set(VARIANTS)
-    assert not {*OLD_IDS, *RETIRED} & set(VARIANTS)
 
 
 def test_a_retired_variant_and_one_of_a_newer_version_have_a_title_and_a_baseline():
     retired, newer = variant_of("fused_bordered_no_checkpointing"), variant_of("fused_more")
     assert retired.title == "bordered weights without checkpointing"
     assert retired.baseline.id == "vanilla_peft_no_checkpointing"
-    assert VARIANTS[retired.instead]
+    assert VARIANTS[retired.instead] and not RETIRED.keys() & VARIANTS
     assert (newer.title, newer.baseline.id, newer.recipe) == ("fused_more", "vanilla_peft", None)
 
 

@@ -205,7 +205,11 @@ ERRORS = [
     ({"hidden": narrow}, r"hidden is \[2, 9, 51\], should be \[batch, positions, 52\]"),
     ({"hidden": lambda t: t[0]}, r"hidden is \[9, 52\]"),
     ({"hidden": torch.Tensor.half}, "hidden is torch.float16, the buffers torch.float32"),
+    ({"hidden": torch.Tensor.double}, "DecoderLayer computes in .*, got torch.float64"),
     ({"cos": trained}, "cos or sin requires a gradient"),
+    ({"cos": narrow}, r"cos is \[1, 9, 25\] and sin \[1, 9, 26\], should both be"),
+    ({"frozen.activation": lambda _: "relu"}, "activation is 'relu', should be 'silu' or"),
+    ({"frozen.norm_before_mlp.weight": narrow}, r"norm_before_mlp is \[51\], should be \[52\]"),
     (
         {"cos": lambda t: t.repeat(1, 1, 2), "sin": lambda t: t.repeat(1, 1, 2)},
         r"\[q \| k \| v\] is \[18, 104\], should be \[batch \* 9, 4 \* 52\]",

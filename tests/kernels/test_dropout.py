@@ -14,7 +14,7 @@ from fused_lora.kernels.dropped_products import dropped_gradient, dropped_produc
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product
 from fused_lora.kernels.tiling import Tiling
-from fused_mlp.dropout import Mask, add_dropped, draw_masks, draw_seed, drop, keep_bits, kept_share
+from fused_mlp.dropout import add_dropped, draw_masks, draw_seed, drop, kept_share
 
 
 def seed_of(number, device):
@@ -213,16 +213,3 @@ def test_sums_over_tokens_with_masks_are_those_of_masked_tensors(rows, dtype, de
                 sums_over_tokens([(one, [Product(*product)])])
         results.append(gradients)
     sums.assert_equal(*results)
-
-
-def test_bits_of_another_shape_are_a_value_error(device):
-    x, A, p = make("odd", torch.float32, device)
-    wrong = Mask(keep_bits(seed_of(0, device), 0, 2**15, 39, 138), 2.0)
-    message = r"mask 0.* is \[2, 138\] torch.int32, should be \[2, 139\] of torch.int32, contiguous"
-    for function, operands in (
-        (dropped_products, (x, A, (8,), [wrong], p)),
-        (dropped_gradient, (p, A, (8,), [wrong], x)),
-        (sums_over_tokens, ([(x, [Product(p, A.t(), 1.0, wrong)])],)),
-    ):
-        with pytest.raises(ValueError, match=f"^{function.__name__}: {message}"):
-            function(*operands)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 from cases.reference import assert_within_budget, geglu, random, swiglu
+from cases.refusal import narrow, on_meta
 from contract import LAYOUTS
 
 import fused_mlp.geglu
@@ -122,3 +123,25 @@ def test_cpu_tensors_without_the_interpreter_are_a_value_error(which, monkeypatc
     message = f"^{which.name}_forward got .* the CPU.*TRITON_INTERPRET=1"
     with pytest.raises(ValueError, match=message):
         which.of("forward")(gate, up)
+
+
+@BOTH
+@pytest.mark.parametrize("change", [narrow, torch.Tensor.half, on_meta])
+def test_tensors_unlike_each_other_are_a_value_error(change, which, device):
+    grad_hidden, gate, up = inputs(3, 5, dtype=torch.bfloat16, device=device)
+    given = {
+        "forward": [(gate, change(up)), (change(gate), up)],
+        "backward": [(change(grad_hidden), gate, up), (grad_hidden, gate, change(up))],
+    }
+    for way, every in given.items():
+        for tensors in every:
+            with pytest.raises(ValueError, match=f"^{which.name}_{way} needs tensors of one shape"):
+                which.of(way)(*tensors)
+
+
+@BOTH
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_dtype_without_a_kernel_is_a_value_error(way, which, device):
+    tensors = inputs(3, 5, dtype=torch.float64, device=device)[way == "forward" :]
+    with pytest.raises(ValueError, match=f"^{which.name}_{way} computes in .*, got torch.float64"):
+        which.of(way)(*tensors)

@@ -34,6 +34,8 @@ def test_the_terminals_table_shows_what_was_measured_and_a_rehearsals_only_times
     document.floor = {64: Floor(40.0, [40.0])}
     measured = ["speedup", "x floor", "GPU ms"]  # no GiB
     assert headings(document) == ["tokens", "variant", "ms a step", *measured]
+    document.experiment.padded = True
+    assert headings(document)[-1] == "tokens/s"
     document.rehearsal = True
     assert headings(document) == ["tokens", "variant", "ms a step"]
 

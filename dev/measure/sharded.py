@@ -1,7 +1,7 @@
 """Speed of training on several GPUs, and of a base model larger than one: plain PEFT, fused, and
 fused in a CUDA graph.
 
-    torchrun --nproc-per-node 8 -m bench.sharded --model configs/qwen2.5-32b.json --tokens 4096
+    torchrun --nproc-per-node 8 -m dev.measure.sharded --model configs/qwen2.5-32b.json
 
 --wrapper says where base weights lie, and who averages gradients: "sharded" over the ranks (FSDP2),
 "shard_base", the same by our function and under DistributedDataParallel, "replicated" on each with
@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.sharded_model import SHARD_BASE, SHARDED, built_model, save_adapters
 from bench.weights import Source, check_architecture
 from fused_lora import Fusion, GraphedStep, fuse
 from fused_lora.step.checkpoint import POLICIES, Checkpoint
 from variants import BASES, BF16, NF4, TARGETS
+
+from .sharded_model import SHARD_BASE, SHARDED, built_model, save_adapters
 
 ON_GPU = torch.cuda.is_available()
 GRAPH = "graph"
@@ -133,7 +134,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if asked.base == NF4 and find_spec("bitsandbytes") is None:
         raise ValueError('--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"')
     if "LOCAL_RANK" not in os.environ:
-        raise ValueError("start it with torchrun --nproc-per-node N -m bench.sharded")
+        raise ValueError("start it with torchrun --nproc-per-node N -m dev.measure.sharded")
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if ON_GPU and ranks > gpus:
         raise ValueError(f"--nproc-per-node {ranks}: there are {gpus} GPUs, give {gpus}")

@@ -1,9 +1,9 @@
 """Speed of model families in GPU time: plain PEFT, Unsloth and fused.
 
-    python -m bench.families qwen3_5_text --layers 8
-    python -m bench.families gpt_oss --layers 2 --set num_local_experts=32
-    python -m bench.families configs/qwen3-8b.json --layers 24
-    python -m bench.families lfm2 --layers 3 --set 'layer_types=["conv", "conv", "full_attention"]'
+    python -m dev.measure.families qwen3_5_text --layers 8
+    python -m dev.measure.families gpt_oss --layers 2 --set num_local_experts=32
+    python -m dev.measure.families configs/qwen3-8b.json --layers 24
+    python -m dev.measure.families lfm2 --layers 2 --set 'layer_types=["conv", "full_attention"]'
 
 A family is a model_type of transformers, in its default sizes, or a config.json. --layers keeps
 only the first ones, because plain PEFT needs the memory. All runs have the same random weights and
@@ -15,11 +15,10 @@ those of the others. GPU time is how long kernels run in a step, the mean of thr
 import argparse
 import hashlib
 import json
-import math
-import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +27,17 @@ import torch
 from bench import processes
 from bench.options import HERE, Parser
 from bench.profiler import profile_step
-from bench.weights import Source, linear_names, materialize, read_config, resolve
+from bench.weights import Source, linear_names, read_config, resolve
 
-# Unsloth must be the first import of its process: nothing here imports transformers at once.
+from .table import ON_GPU, add_sizes, draw_weights, positive, print_rows
+
 PLAIN, UNSLOTH, FUSED = RUNS = "plain PEFT", "Unsloth", "fused"
 RANK, ALPHA = 16, 32
 WARM_UP, PROFILED = 6, 3
 MOST_WORDS = 32_000  # of the vocabulary
 SIZES = {"--batch-size": 8, "--tokens": 512}
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-ON_GPU = torch.cuda.is_available()
+COLUMNS = "family", "run", "GPU ms", "speedup", "ms a step", "peak GiB", "adapters, M", "loss"
 
 
 class StepTime(NamedTuple):
@@ -212,28 +212,20 @@ def time_family(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace
     )
 
 
-def time_all(asked: argparse.Namespace, sources: dict[str, Source], rows: list[str]) -> bool:
-    """Add the rows of all runs, in which failed ones have their error. Return True if none did."""
-    columns = "family", "run", "GPU ms", "speedup", "ms a step", "peak GiB", "adapters, M", "loss"
-    rows += [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-    all_ran = True
+def timed_rows(asked: argparse.Namespace, sources: dict[str, Source]) -> Iterator[list[str]]:
     for family, source in sources.items():
-        plain_ms = float("nan")
+        plain_ms = None
         for run in (one for one in RUNS if one in asked.runs):
             step = processes.result_of(StepTime, time_family, run, source.folder, asked)
             if isinstance(step, str):
-                all_ran = False
-                rows.append(f"| {family} | {run} | {step}" + " | -" * 5 + " |")
-            else:
-                plain_ms = step.gpu_ms if run == PLAIN else plain_ms
-                speedup = "-" if math.isnan(plain_ms) else f"{plain_ms / step.gpu_ms:.2f}"
-                rows.append(
-                    f"| {family} | {run} | {step.gpu_ms:.1f} | {speedup} | "
-                    f"{step.wall_ms:.1f} | {step.peak_gib:.1f} | {step.adapters / 1e6:.1f} | "
-                    f"{step.loss:.4f} |"
-                )
-            print(rows[-1], flush=True)
-    return all_ran
+                yield [family, run, step]
+                continue
+            plain_ms = step.gpu_ms if run == PLAIN else plain_ms
+            speedup = f"{plain_ms / step.gpu_ms:.2f}" if plain_ms else "-"
+            yield [
+                family, run, f"{step.gpu_ms:.1f}", speedup, f"{step.wall_ms:.1f}",
+                f"{step.peak_gib:.1f}", f"{step.adapters / 1e6:.1f}", f"{step.loss:.4f}",
+            ]  # fmt: skip
 
 
 def parse_changes(pairs: list[str]) -> dict[str, Any]:
@@ -253,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="families", description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("families", nargs="+", metavar="FAMILY", help="a model_type, or a file")
-    parser.add_argument("--layers", type=int, metavar="N",
+    parser.add_argument("--layers", type=positive, metavar="N",
                         help="take the first N, 4 or more of Qwen3.5")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="pairs",
                         help="change a value, in JSON; may be given again")  # fmt: skip
@@ -264,47 +256,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="(default: all)")
     parser.add_argument("--cache", type=Path, default=HERE / ".cache", metavar="FOLDER",
                         help="folder for the weights (default: .cache)")  # fmt: skip
-    for flag, usual in SIZES.items():
-        parser.add_argument(flag, type=int, default=usual, metavar="N", help=f"(default: {usual})")
+    add_sizes(parser, SIZES)
     asked = parser.parse_args(argv)
     try:
-        sources = checked_sources(asked)
-    except (ValueError, OSError) as error:
-        print(f"families: {error}", file=sys.stderr)
-        return 2
-    if not ON_GPU:
-        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        print("No GPU: a rehearsal in Triton's interpreter, not a result.")
-    rows: list[str] = []
-    try:
-        for source in sources.values():
-            if not source.is_there():
-                print(f"Drawing the weights of {source.name}.", flush=True)
-                materialize(source, 0, "cuda" if ON_GPU else "cpu")
-        torch.cuda.empty_cache()  # the runs need it
-        return 0 if time_all(asked, sources, rows) else 1
+        changed, cache = parse_changes(asked.pairs), asked.cache.resolve()
+        sources = {
+            one: write_config(one, asked.layers, changed, cache, asked.experts)
+            for one in asked.families
+        }
+        draw_weights(sources.values())
     except torch.OutOfMemoryError:
         print("families: the weights do not fit on the GPU; give fewer --layers", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nStopped. What was measured:")
-        return 130
-    finally:
-        print(*rows, sep="\n")
-
-
-def checked_sources(asked: argparse.Namespace) -> dict[str, Source]:
-    """Write the configurations and return the models to train. Raises ValueError, in one line, if
-    the request makes no sense."""
-    for flag in (*SIZES, "--layers"):
-        value = getattr(asked, flag.strip("-").replace("-", "_"))
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} is {value}: give 1 or more")
-    changed, cache = parse_changes(asked.pairs), asked.cache.resolve()
-    return {
-        one: write_config(one, asked.layers, changed, cache, asked.experts)
-        for one in asked.families
-    }
+    except (ValueError, OSError) as error:
+        print(f"families: {error}", file=sys.stderr)
+        return 2
+    return print_rows(COLUMNS, timed_rows(asked, sources))
 
 
 if __name__ == "__main__":

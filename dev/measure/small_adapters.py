@@ -1,11 +1,12 @@
 """The share of a small adapter that each variant shows: its change of outputs, losses and rewards,
 over the change in fp32.
 
-    python -m bench.small_adapters      without a GPU a rehearsal
+    python -m dev.measure.small_adapters      without a GPU a rehearsal
 
 Vanilla PEFT trains adapters from B = 0 for a few steps at small learning rates, on chats and with
 DPO's loss on pairs. Every variant then runs forward in training mode on other chats, with B = 0 and
-with each of these adapters. The same command goes on with the variants that are missing.
+with each of these adapters. The same command goes on with the variants that are missing. It ends
+with the tables of docs/small_adapters.md.
 """
 
 import argparse
@@ -23,7 +24,11 @@ from bench.chats import gather
 from bench.folders import locked, remove_unfinished
 from bench.option_checks import check_variant
 from bench.options import HERE, Parser, list_of_variants, why_unavailable
-from bench.small_adapter_processes import (
+from bench.terminal import console
+from bench.weights import check_architecture, resolve
+from variants import IN_FP32, Lora, title_of
+
+from .small_adapter_processes import (
     APART,
     DPO_LR,
     PAIRS_A_STEP,
@@ -32,16 +37,14 @@ from bench.small_adapter_processes import (
     run_variant,
     train_adapters,
 )
-from bench.small_adapter_records import (
+from .small_adapter_records import (
     Seen,
     SmallAdapters,
     TrainedAdapter,
     load_small_adapters,
     save_small_adapters,
+    tables,
 )
-from bench.terminal import console
-from bench.weights import check_architecture, resolve
-from variants import IN_FP32, Lora, title_of
 
 ON_GPU: dict[str, Any] = {
     "model": HERE / "configs" / "qwen2.5-3b.json", "batches": 16, "rows": 8, "seq_len": 256,
@@ -121,6 +124,7 @@ def run_missing(asked: Asked, variants: tuple[str, ...], path: Path) -> None:
         save_small_adapters(path, found)
         outcome = error.splitlines()[-1] if error else f"{time.monotonic() - began:.0f} s"
         console.print(f"{title_of(variant)}: {outcome}")
+    console.print(tables(found), soft_wrap=True, markup=False)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from batches import Batch, load_tokenizer, make_batches, read_chats, tokenize
 from bench.folders import unfinished_beside
-from bench.small_adapter_records import Seen, TrainedAdapter
 from bench.weights import Source, materialize
 from variants import IN_FP32, Lora
+
+from .small_adapter_records import Seen, TrainedAdapter
 
 DECODER, HEAD = "base_model.model.model", "base_model.model.lm_head"
 TRAINER = "vanilla_peft_no_checkpointing"

@@ -1,6 +1,6 @@
 """Speed of TRL's trainers: plain PEFT, Unsloth, fused, and fused in CUDA graphs.
 
-    python -m bench.trainers --model configs/qwen2.5-3b.json
+    python -m dev.measure.trainers --model configs/qwen2.5-3b.json
 
 SFT packs chats into rows; "padded SFT", DPO and GRPO pad them. Weights are random, chats are ours,
 and all runs see the same ones. Each computes its library's own loss, so memory differs by that too.
@@ -10,9 +10,9 @@ time, --runs "plain PEFT" fused "plain PEFT", shows the noise. Needs trl, and a 
 """
 
 import argparse
-import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,12 +22,13 @@ import torch
 from batches import read_chats
 from bench import processes
 from bench.options import HERE, Parser
-from bench.weights import Source, materialize, read_config, resolve
+from bench.weights import read_config, resolve
 from models import build, lora_options, nf4_config
+from report.table import thousands
 from variants import BASES, BF16, NF4, Lora
 
-# Every run has a process to itself, whose first import Unsloth must be: nothing here imports
-# transformers.
+from .table import ON_GPU, add_sizes, draw_weights, print_rows
+
 PLAIN, UNSLOTH, FUSED, GRAPHED = "plain PEFT", "Unsloth", "fused", "fused, in graphs"
 RUNS = {
     "SFT": (PLAIN, UNSLOTH, FUSED, GRAPHED),
@@ -36,8 +37,11 @@ RUNS = {
     "GRPO": (PLAIN, FUSED, GRAPHED),
 }
 SIZES = {"--warm-up": 40, "--steps": 20, "--batch-size": 4, "--tokens": 1024, "--completion": 128}
-ON_GPU = torch.cuda.is_available()
 LORA = Lora(rank=32, alpha=64)
+COLUMNS = (
+    "trainer", "run", "ms a step", "ms without generation", "labelled tokens/s", "speedup",
+    "peak GiB", "loss",
+)  # fmt: skip
 
 
 class Speed(NamedTuple):
@@ -210,43 +214,31 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def row_of(kind: str, run: str, speed: Speed, plain: Speed | None) -> str:
-    """Return a row of the table. Libraries may pack otherwise, so it compares labelled tokens."""
-    if plain is None:
-        speedup = "-"
-    elif plain.tokens_per_s:
-        speedup = f"{speed.tokens_per_s / plain.tokens_per_s:.2f}"
-    else:
-        speedup = f"{plain.ms_per_step / speed.ms_per_step:.2f}"
-    tokens = f"{speed.tokens_per_s:,.0f}" if speed.tokens_per_s else "-"
-    rest_ms = f"{speed.ms_per_step - speed.generation_ms:,.0f}" if speed.generation_ms else "-"
-    return (
-        f"| {kind} | {run} | {speed.ms_per_step:,.0f} | {rest_ms} | {tokens} | {speedup} | "
-        f"{speed.peak_gib:.1f} | {speed.loss:.4f} |"
-    )
-
-
-def measure_all(asked: argparse.Namespace, checkpoint: Path, rows: list[str]) -> bool:
-    """Add the rows of all runs, in which failed ones have their error. Return True if none did."""
-    columns = (
-        "trainer", "run", "ms a step", "ms without generation", "labelled tokens/s", "speedup",
-        "peak GiB", "loss",
-    )  # fmt: skip
-    rows += [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-    all_ran = True
+def measured_rows(asked: argparse.Namespace, checkpoint: Path) -> Iterator[list[str]]:
     for kind in asked.kinds:
         plain = None
         for run in (one for one in asked.runs if one in RUNS[kind]):
             speed = processes.result_of(Speed, measure, kind, run, asked, checkpoint)
             if isinstance(speed, str):
-                all_ran = False
-                rows.append(f"| {kind} | {run} | {speed}" + " | -" * 5 + " |")
-            else:
-                if run == PLAIN and plain is None:
-                    plain = speed
-                rows.append(row_of(kind, run, speed, plain))
-            print(rows[-1], flush=True)
-    return all_ran
+                yield [kind, run, speed]
+                continue
+            if run == PLAIN and plain is None:
+                plain = speed
+            rest_ms = speed.ms_per_step - speed.generation_ms if speed.generation_ms else None
+            yield [
+                kind, run, thousands(speed.ms_per_step), thousands(rest_ms) or "-",
+                thousands(speed.tokens_per_s or None) or "-", speedup_of(speed, plain),
+                f"{speed.peak_gib:.1f}", f"{speed.loss:.4f}",
+            ]  # fmt: skip
+
+
+def speedup_of(speed: Speed, plain: Speed | None) -> str:
+    """Compare labelled tokens, because libraries may pack otherwise."""
+    if plain is None:
+        return "-"
+    if plain.tokens_per_s:
+        return f"{speed.tokens_per_s / plain.tokens_per_s:.2f}"
+    return f"{plain.ms_per_step / speed.ms_per_step:.2f}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -261,41 +253,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--base", choices=BASES, default=BF16)
     parser.add_argument("--no-checkpointing", action="store_false", dest="checkpointing")
     parser.add_argument("--cache", type=Path, default=HERE / ".cache")
-    for flag, usual in SIZES.items():
-        parser.add_argument(flag, type=int, default=usual, metavar="N", help=f"(default: {usual})")
+    add_sizes(parser, SIZES)
     asked = parser.parse_args(argv)
+    if not {run for kind in asked.kinds for run in RUNS[kind]} & {*asked.runs}:
+        parser.error(f"{UNSLOTH} is timed in SFT and padded SFT: name one, or another run")
     try:
-        source = checked(asked)
+        source = resolve(asked.model, asked.cache.resolve(), seed=0)
+        read_config(source)
     except ValueError as error:
         print(f"trainers: {error}", file=sys.stderr)
         return 2
-    if not ON_GPU:
-        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        print("No GPU: a rehearsal in Triton's interpreter, not a result.")
-    if not source.is_there():
-        print(f"Drawing the weights of {source.name}.", flush=True)
-        materialize(source, 0, "cuda" if ON_GPU else "cpu")
-        torch.cuda.empty_cache()  # the runs need it
-    rows: list[str] = []
-    try:
-        return 0 if measure_all(asked, source.folder, rows) else 1
-    except KeyboardInterrupt:
-        print("\nStopped. What was measured:")
-        return 130
-    finally:
-        print(*rows, sep="\n")
-
-
-def checked(asked: argparse.Namespace) -> Source:
-    """Return the model to train. Raises ValueError, in one line, if the request makes no sense."""
-    for name in SIZES:
-        if (value := getattr(asked, name.strip("-").replace("-", "_"))) < 1:
-            raise ValueError(f"{name} is {value}: give 1 or more")
-    if not {run for kind in asked.kinds for run in RUNS[kind]} & {*asked.runs}:
-        raise ValueError(f"{UNSLOTH} is timed in SFT and padded SFT: name one, or another run")
-    source = resolve(asked.model, asked.cache.resolve(), seed=0)
-    read_config(source)
-    return source
+    draw_weights([source])
+    return print_rows(COLUMNS, measured_rows(asked, source.folder))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Programs that made a committed record. `python -m dev.measure.NAME --help` explains each."""
