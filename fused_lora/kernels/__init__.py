@@ -1,1 +1,1 @@
-"""Triton kernels and their launchers that more than one technique uses."""
+"""Triton kernels and their launchers: of whole layers, and those that several techniques share."""
