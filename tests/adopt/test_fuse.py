@@ -244,8 +244,8 @@ def test_without_room_for_a_layer_twice_its_parts_run(device, monkeypatch):
     assert "layer" not in fuse(model).fused
 
 
-def test_of_an_asked_for_fusion_what_fuses_nothing_is_left_where_that_is_no_error():
-    model = layer_case.peft_model("cpu", use_dora=True)
+def test_of_an_asked_for_fusion_what_fuses_nothing_is_left_where_that_is_no_error(device):
+    model = layer_case.peft_model(device, use_dora=True)
     with pytest.raises(ValueError, match="mlp=True fuses no module"):
         fuse(model, Fusion(mlp=True, rope=True))
     assert report(model).fused == {}
