@@ -29,6 +29,7 @@ class Evidence(NamedTuple):
     nf4_kernels: tuple[str, ...] = ()
 
 
+ROTATED = "_qkv_rope_kernel|_qkv_norm_rope_kernel"  # the second where heads have norms
 EVIDENCE = {  # by fused part, and for a library as a whole
     "mlp": Evidence(
         {"LoRA_MLPBackward": 1}, ("_swiglu_forward_kernel", "_swiglu_backward_kernel"),
@@ -48,13 +49,13 @@ EVIDENCE = {  # by fused part, and for a library as a whole
     "cross_entropy": Evidence({"LinearCrossEntropyBackward": 1}, ("_cross_entropy_kernel",)),
     "layer": Evidence(
         {"DecoderLayerBackward": 1},
-        ("_qkv_rope_kernel", "_swiglu_backward_products_kernel",
+        (ROTATED, "_swiglu_backward_products_kernel",
          "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
         nf4_kernels=("_dequantize_4bit_kernel",),
     ),
     "fp8": Evidence(  # a layer in FP8
         {"DecoderLayerBackward": 1},
-        ("_qkv_rope_kernel", "_swiglu_backward_products_kernel", "_rms_norm_backward_kernel",
+        (ROTATED, "_swiglu_backward_products_kernel", "_rms_norm_backward_kernel",
          "_fp8_rows_kernel", "_fp8_borders_kernel"),
     ),
     "fp8_lm_head": Evidence({}, ("_logit_codes_kernel",)),
