@@ -17,14 +17,15 @@ CACHED = 2**30  # bytes of the GPU that a worker keeps between tests
 os.environ["HF_HUB_OFFLINE"] = "1"
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-    os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start: see below
+    threads = os.environ.get("TEST_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = threads  # for processes that tests start: see below
     interpreter.prepare_interpreter()
     from cases.quick_interpreter import make_quick
 
     make_quick()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times
     # as long as a single thread
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(threads))
 elif IS_A_WORKER:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # instead of one per core in each worker
 

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from cases.reference import assert_within_budget, over_draws, random
 
 from dev import planted_faults
 
@@ -145,3 +147,17 @@ def test_links_to_a_heading_find_it(path):
 def test_every_fault_can_be_planted():
     """Each fault's text is in the code once, and its tests exist."""
     assert not planted_faults.misplaced(planted_faults.FAULTS)
+
+
+def one_number(factor):
+    """Return a number whose error is luck, about `factor` times eager's, then eager's, and 1."""
+    fused, eager = (1.0 + random(1, seed=seed, scale=2.0**-7).double() for seed in (6, 9))
+    return 1.0 + factor * (fused - 1.0), eager, torch.ones(1, dtype=torch.float64)
+
+
+def test_over_draws_luck_passes_and_a_fault_does_not():
+    with pytest.raises(AssertionError, match="one number"):
+        assert_within_budget("one number", *one_number(1.0))
+    over_draws(lambda: assert_within_budget("one number", *one_number(1.0)), first=1)
+    with pytest.raises(AssertionError, match="one number"):
+        over_draws(lambda: assert_within_budget("one number", *one_number(4.0)), first=1)

@@ -16,7 +16,7 @@ from cases.fp8_case import (
 from cases.fused_case import SHORT, assert_close, batch, pickled, step
 from cases.layer_case import layer_of
 from cases.peft_models import assert_equal, ids, logits, set_weights
-from cases.reference import relative_error
+from cases.reference import assert_near, relative_error
 from peft import LoraConfig
 
 from fused_lora import report, unfuse
@@ -40,7 +40,7 @@ def test_codes_are_all_that_is_left_of_a_weight_on_the_device(device):
         want = plain.get_parameter(name)
         assert (weight.shape, weight.dtype, weight.device) == (want.shape, want.dtype, want.device)
         assert torch.equal(weight.original, want.cpu())
-        assert relative_error(weight.dequantised(), want) < 0.04
+        assert_near(weight.dequantised(), want, 0.04)
     buffers = {id(weight.buffer): weight.buffer for weight in weights.values()}
     assert len(buffers) == 4
     assert all(buffer.weight.element_size() == 1 for buffer in buffers.values())
@@ -121,7 +121,7 @@ def test_it_goes_on_in_fp8_with_the_same_weights_after(live, device):
     assert not base_weights(after)
     for name, weight in originals.items():
         assert type(now[name]) is torch.nn.Parameter and now[name].is_contiguous()
-        assert relative_error(now[name], weight) < 1e-6, name
+        assert_near(now[name], weight, 1e-6, name)
 
 
 @pytest.mark.gpu
@@ -234,7 +234,7 @@ def test_cast_it_is_what_plain_peft_is(after, device):
     fused, plain, _ = pair(device)
     fused = after(fused.to(torch.float64))
     unfuse(fused)
-    assert relative_error(logits(fused), logits(plain.to(torch.float64))) < 1e-12
+    assert_near(logits(fused), logits(plain.to(torch.float64)), 1e-12)
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_what_steps_aside_computes_with_what_the_codes_stand_for(device):
             plain.get_parameter(name).copy_(weight.dequantised())
     with torch.no_grad():
         got, want = (model(**batch(model), use_cache=True).logits for model in (fused, plain))
-    assert relative_error(got, want) < 1e-5
+    assert_near(got, want, 1e-5)
     layer_of(fused).mlp.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="it has hooks"):
         got = step(fused, length=SHORT)
@@ -275,7 +275,7 @@ def test_merged_is_what_plain_peft_merges(safe, device):
     got, want = (
         model.merge_and_unload(safe_merge=safe, adapter_names=names) for model in (fused, plain)
     )
-    assert relative_error(got(ids(device)).logits, want(ids(device)).logits) < 0.2
+    assert_near(got(ids(device)).logits, want(ids(device)).logits, 0.2)
     state = got.state_dict()
     assert_close(state, want.state_dict(), 1e-6)
     assert all(type(tensor) is torch.Tensor for tensor in state.values())

@@ -29,7 +29,7 @@ from cases.peft_models import (
     logits,
     peft_model,
 )
-from cases.reference import relative_error
+from cases.reference import assert_near
 from torch import nn
 
 from fused_lora import Fusion, FusionReport, fuse, report, unfuse
@@ -171,7 +171,7 @@ def test_padding_and_hidden_states_are_as_without_fusion(fusion, function, devic
         model(**batch(model), output_hidden_states=True).hidden_states for model in (fused, plain)
     )
     for got, want in zip(ours, theirs, strict=True):
-        assert relative_error(got, want) < 2e-5
+        assert_near(got, want, 2e-5)
 
 
 def test_base_models_without_adapters_fuse_their_norms_and_loss(device):

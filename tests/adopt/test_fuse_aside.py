@@ -18,7 +18,7 @@ from cases.peft_models import (
     logits,
 )
 from cases.reasons import readapt
-from cases.reference import relative_error
+from cases.reference import assert_near
 from torch import nn
 
 import fused_lora.adopt.site
@@ -207,7 +207,7 @@ def test_outputs_that_were_collected_once_end_nothing(option, fused_meanwhile, m
     got, want = (model(input_ids=tokens, **{option: True}) for model in (fused, plain))
     assert len(calls) == 2 * fused_meanwhile
     for one, other in zip(got.hidden_states or (), want.hidden_states or (), strict=True):
-        assert relative_error(one, other) < 2e-5
+        assert_near(one, other, 2e-5)
     assert (got.hidden_states is not None) == fused_meanwhile
     calls.clear()
     assert said_by(lambda: logits(fused)) == [] and len(calls) == 2

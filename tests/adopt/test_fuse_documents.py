@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from cases.families_case import FAMILIES, SECTIONS, TEXT, WINDOW
 from cases.fused_case import ALL, assert_close, values_of
 from cases.peft_models import adapt, base_model, layers
-from cases.reference import assert_within_budget
+from cases.reference import assert_within_budget, seeded
 from transformers import DataCollatorWithFlattening
 
 from fused_lora import FilledRows, Fusion, fill_row, fuse, pack
@@ -32,7 +32,7 @@ def pair(device, fusion, family="Qwen2", **changes):
 
 def documents(device, seed=3):
     """Return each document's token ids and labels. Its first token has no label."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     found = []
     for length in LENGTHS:
         tokens = torch.randint(96, (length,), generator=generator)

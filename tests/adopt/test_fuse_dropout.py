@@ -18,7 +18,7 @@ from cases.layer_case import (
     peft_model,
 )
 from cases.peft_models import ATTENTION, LAYERS, MLP, assert_equal
-from cases.reference import masked, relative_error, unpacked
+from cases.reference import assert_near, masked, unpacked
 from torch import nn
 
 from fused_lora import Fusion, fuse
@@ -297,6 +297,6 @@ def test_replays_draw_new_masks_and_run_layers_again_with_those(fusion, device, 
         losses.append(torch.stack([one(**inputs) for _ in range(10)]))
     assert captured(run) == 1
     assert len(losses[0].unique()) == 10
-    assert relative_error(*losses) < 1e-5
+    assert_near(*losses, 1e-5)
     for one, other in zip(run.model.parameters(), eager.model.parameters(), strict=True):
-        assert relative_error(one, other) < 1e-5
+        assert_near(one, other, 1e-5)

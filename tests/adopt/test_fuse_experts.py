@@ -11,7 +11,7 @@ from cases.counting import Watch
 from cases.families_case import FAMILIES, everywhere
 from cases.fused_case import ALL, assert_close, functions_of, loss_of, step
 from cases.peft_models import MLP_ON, ids
-from cases.reference import random, relative_error
+from cases.reference import assert_near, random
 from peft import LoraConfig
 from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -172,7 +172,7 @@ def test_experts_that_may_not_be_fused_run_as_peft_has_them(name, device):
     unfuse(plain)
     with nullcontext() if name in WISHED else pytest.warns(UserWarning, match=reason):
         got = fused(input_ids=ids(device)[:, :5])
-    assert relative_error(got.logits, plain(input_ids=ids(device)[:, :5]).logits) < 1e-5
+    assert_near(got.logits, plain(input_ids=ids(device)[:, :5]).logits, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_disabled_adapters_and_other_dtypes(device):
     fuse(fused, MLP_ON)
     with fused.disable_adapter(), plain.disable_adapter():
         got, want = (model(input_ids=ids(device)[:, :5]).logits for model in (fused, plain))
-    assert relative_error(got, want) < 1e-5
+    assert_near(got, want, 1e-5)
     x = random(3, 32, device=device)
     chosen = torch.tensor([[0, 1]] * 3, device=device)
     with torch.autocast(device, torch.bfloat16), pytest.warns(UserWarning, match="give both one"):

@@ -19,7 +19,7 @@ from cases.layer_case import (
     pair,
 )
 from cases.peft_models import logits
-from cases.reference import relative_error
+from cases.reference import assert_near
 from torch.nn.utils import parametrize, prune
 
 from fused_lora import Fusion, fuse, report, unfuse
@@ -54,7 +54,7 @@ def test_a_layer_takes_its_inputs_by_position(fusion, device):
         hidden, torch.arange(5, device=device)[None]
     )
     outputs = [layer_of(one)(hidden, mask, position_embeddings=angles) for one in (fused, plain)]
-    assert relative_error(*outputs) < 1e-5
+    assert_near(*outputs, 1e-5)
     with pytest.raises(TypeError, match="by position, got 40"):
         layer_of(fused)(hidden, *[None] * 39)
 
@@ -168,7 +168,7 @@ def test_a_part_that_joins_later_does_not_undo_the_layer(calls, device):
     assert_same(fused, plain)
     assert len(calls) == 2
     with fused.disable_adapter(), plain.disable_adapter():
-        assert relative_error(logits(fused), logits(plain)) < 1e-5
+        assert_near(logits(fused), logits(plain), 1e-5)
     assert report(fused).fused["mlp"] == []
     layer_of(fused).self_attn.register_forward_hook(lambda *_: None)
     assert report(fused).fused["mlp"] == [f"{NAMES[0]}.mlp"]  # within a layer that is not fused

@@ -13,7 +13,7 @@ from cases.fused_case import batch, functions_of
 from cases.layer_case import LAYER, NAMES, layer_of, peft_model
 from cases.peft_models import DECODER, MLP_NAMES, MLP_ON, logits
 from cases.reasons import MODELS, MODULES, replace_forward
-from cases.reference import relative_error
+from cases.reference import assert_near
 from torch import nn
 
 from fused_lora import Fusion, FusionReport, fuse, report, unfuse
@@ -83,7 +83,7 @@ def test_a_module_that_may_not_be_fused_runs_as_its_class_has_it(fused_first, ca
     assert f": {said} fused" in str(done)
     got, want = outputs
     assert functions_of(got.loss) == functions + beside
-    assert relative_error(got.logits, want.logits) < 2e-5
+    assert_near(got.logits, want.logits, 2e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,7 +13,7 @@ import torch
 from cases import layer_case
 from cases.fused_case import ALL
 from cases.peft_models import base_model, peft_model
-from cases.reference import BUDGET, assert_within_budget, relative_error
+from cases.reference import BUDGET, assert_at_most, assert_within_budget, relative_error, seeded
 from cases.trl_case import tokenizer
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import (
@@ -67,7 +67,7 @@ def rows(model):
     """Return rows of five tokens. The model itself wrote the end of every second row, which makes
     some predictions right. No forward has seen their last column."""
     device = next(model.parameters()).device
-    tokens = torch.randint(96, (12, 5), generator=torch.Generator().manual_seed(3)).to(device)
+    tokens = torch.randint(96, (12, 5), generator=seeded(3)).to(device)
     with torch.no_grad():
         for position in (2, 3, 4):
             tokens[::2, position] = model(tokens[::2, :position]).logits[:, -1].argmax(-1)
@@ -194,7 +194,7 @@ def test_bf16_is_as_near_to_the_truth_as_plain_peft(kind, tmp_path, device, monk
     assert ran and len(losses[0]) == 3
     assert_within_budget("what the adapters moved", *moved)
     got, eager = (relative_error(one, losses[-1]) for one in losses[:2])
-    assert got <= BUDGET * max(eager, torch.finfo(torch.bfloat16).eps / 5)
+    assert_at_most(got, BUDGET * max(eager, torch.finfo(torch.bfloat16).eps / 5), "losses")
 
 
 def test_what_a_trainer_switches_on_is_what_fuse_was_told(tmp_path, device):

@@ -13,6 +13,7 @@ from cases.log_probs_case import FIELDS as EAGER_FIELDS
 from cases.log_probs_case import eager
 from cases.peft_models import ATTENTION, base_model
 from cases.reasons import add_active, readapt
+from cases.reference import seeded
 from cases.trl_case import trainer_of
 from peft import LoraConfig, inject_adapter_in_model
 
@@ -86,7 +87,7 @@ def pair(device, order=ORDERS[0], fusion=LOSS, family="Qwen2", config=None, lora
 
 
 def batch(device, padding="right"):
-    tokens = torch.randint(3, 96, (3, 9), generator=torch.Generator().manual_seed(3)).to(device)
+    tokens = torch.randint(3, 96, (3, 9), generator=seeded(3)).to(device)
     labels, mask = tokens.clone(), torch.ones_like(tokens)
     labels[:, :4] = -100
     padded = slice(7, None) if padding == "right" else slice(0, 2)

@@ -23,7 +23,7 @@ from cases.graph_case import (
 )
 from cases.layer_case import LAYER
 from cases.peft_models import ids
-from cases.reference import relative_error
+from cases.reference import assert_near, relative_error
 
 from fused_lora import Fusion, fuse
 from fused_lora.adopt.four_bit.parts import memories_of
@@ -234,4 +234,4 @@ def test_rows_keep_their_padding_where_graphs_want_one_shape(is_parted, device, 
     loss.backward(), want.backward()
     pairs = zip(fused.parameters(), plain.parameters(), strict=True)
     for got, wanted in [(a.grad, b.grad) for a, b in pairs if b.requires_grad]:
-        assert relative_error(got, wanted) < (1e-4 if device == "cpu" else 0.1)
+        assert_near(got, wanted, 1e-4 if device == "cpu" else 0.1)

@@ -13,7 +13,7 @@ from cases.layer_case import (
     pair,
 )
 from cases.peft_models import ids
-from cases.reference import random, relative_error
+from cases.reference import assert_near, random
 from torch import nn
 
 from fused_lora import Fusion, fuse, unfuse
@@ -65,13 +65,14 @@ def test_rows_are_what_they_are_with_all(rows, device):
     poisoned.view(18, -1)[elsewhere] = float("nan")  # is not read
     some, every = (DecoderLayer.apply(*with_rows(inputs, given)) for given in (rows, None))
     assert not some.flatten(0, 1)[elsewhere].any()
-    assert relative_error(*(output.flatten(0, 1)[rows] for output in (some, every))) < 1e-5
+    assert_near(*(output.flatten(0, 1)[rows] for output in (some, every)), 1e-5)
     first = torch.autograd.grad(some, leaves(inputs), poisoned, retain_graph=True)
     second = torch.autograd.grad(some, leaves(inputs), poisoned)
     want = torch.autograd.grad(every, leaves(inputs), zeroed)
     assert all(map(torch.equal, first, second)) and len(want) == 15
     for one, other in zip(first, want, strict=True):
-        assert one.shape == other.shape and relative_error(one, other) < 1e-5
+        assert one.shape == other.shape
+        assert_near(one, other, 1e-5)
 
 
 def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
@@ -188,7 +189,8 @@ def test_embeddings_may_be_given(wanted, device):
         model(inputs_embeds=model.get_input_embeddings()(tokens), labels=tokens).loss
         for model in (fused, plain)
     ]
-    assert relative_error(*losses) < 1e-5 and wanted == [None, TOKENS - 2]
+    assert_near(*losses, 1e-5)
+    assert wanted == [None, TOKENS - 2]
 
 
 def hook(module, inputs, output):
@@ -222,7 +224,7 @@ def test_all_is_computed_where_somebody_else_may_see_it(name, wanted, device):
     options = SEEN_BY_OTHERS[name](fused)
     options = options if isinstance(options, dict) else {}
     got, want = (model(**batch(model, length=5), **options) for model in (fused, plain))
-    assert relative_error(got.loss, want.loss) < 1e-5
+    assert_near(got.loss, want.loss, 1e-5)
     # what a hook is on runs as its class has it
     assert wanted and not any(wanted)
 

@@ -11,7 +11,7 @@ import torch
 from cases.graph_case import Recorded
 from cases.layer_case import layer_of
 from cases.recipe_case import NO_TRAINER, RECIPES
-from cases.reference import relative_error
+from cases.reference import assert_near
 from cases.trl_case import logged_by
 from test_support_table import assert_on_page
 
@@ -80,7 +80,7 @@ def assert_alike(got, want):
     assert [entry.keys() for entry in logged] == [entry.keys() for entry in wanted] and logged
     for entry, one in zip(logged, wanted, strict=True):
         assert entry == pytest.approx(one, rel=1e-4, abs=1e-5)
-    assert relative_error(moved, wanted_moved) < 1e-3
+    assert_near(moved, wanted_moved, 1e-3)
 
 
 def row_of(name):

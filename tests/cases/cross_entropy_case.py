@@ -6,7 +6,14 @@ A case is (hidden, weight, bias, labels).
 import pytest
 import torch
 import torch.nn.functional as F
-from cases.reference import BUDGET, assert_within_budget, random, relative_error
+from cases.reference import (
+    BUDGET,
+    assert_at_most,
+    assert_within_budget,
+    random,
+    relative_error,
+    seeded,
+)
 
 import fused_lora.kernels.logits as kernel_module
 from fused_lora.cross_entropy import linear_cross_entropy
@@ -44,7 +51,7 @@ def inputs(*tokens, dtype, device, vocabulary=VOCABULARY, features=HIDDEN, with_
     options = {"dtype": dtype, "device": device, "scale": 3 * features**-0.5}
     weight = random(vocabulary, features, seed=seed + 2, **options)
     bias = random(vocabulary, seed=seed + 3, **options) if with_bias else None
-    labels = torch.randint(vocabulary, tokens, generator=torch.Generator().manual_seed(seed + 4))
+    labels = torch.randint(vocabulary, tokens, generator=seeded(seed + 4))
     flat = labels.view(-1)
     flat[1::3] = IGNORED
     flat[:1], flat[-1:] = 0, vocabulary - 1
@@ -103,7 +110,7 @@ def assert_loss_matches(got, rounded, truth, case, layout=None, grad_loss=1.0, *
     expected = token_error * labelled.sqrt() / (labelled if items is None else items) / truth
     error, eager_error = relative_error(got, truth), relative_error(rounded, truth)
     allowed = BUDGET * max(expected.item(), eager_error, torch.finfo(torch.float32).eps / 2)
-    assert error <= allowed, f"loss: {error:.2e}, eager {eager_error:.2e}, allowed {allowed:.2e}"
+    assert_at_most(error, allowed, "loss")
 
 
 def assert_right(*case, own=None, **options):

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from cases.reference import adapted_linear, random
+from cases.reference import adapted_linear, random, seeded
 
 from fused_lora.kernels.routed_rows import SWIGLU
 from fused_lora.lora_experts import FrozenExperts
@@ -13,7 +13,7 @@ NAMES = ("gate_up_A", "gate_up_B", "down_A", "down_B")
 
 def choices(*shape, spread="usual", device="cpu"):
     """The experts of each token. "usual": the second has no tokens; "one": all go to the third."""
-    choice = torch.rand(*shape, EXPERTS, generator=torch.Generator().manual_seed(3))
+    choice = torch.rand(*shape, EXPERTS, generator=seeded(3))
     choice[..., 1] = 0
     chosen = choice.topk(TOP_K, dim=-1).indices
     return (torch.full_like(chosen[..., :1], 2) if spread == "one" else chosen).to(device)

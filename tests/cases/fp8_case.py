@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from cases import layer_case
 from cases.fused_case import SHORT, step
-from cases.reference import random, relative_error
+from cases.reference import assert_near, over_draws, random, relative_error
 from peft import LoraConfig
 
 from fused_lora import Fusion, fuse
@@ -207,13 +207,18 @@ def assert_layer_is(model, oracle, device):
     assert not is_near(draw)
 
 
-def assert_near(fused, plain):
-    """Check that a step of an FP8 layer is near one in the model's precision. Return the first."""
-    got, want = (step(model, length=SHORT) for model in (fused, plain))
-    assert got.functions["DecoderLayer"] == 1 and got.keys() == want.keys()
-    assert relative_error(got["loss"], want["loss"]) < 0.02
-    assert all(relative_error(got[name], want[name]) < 0.3 for name in want)
-    return got
+def assert_near_plain(fused, plain, function="DecoderLayer", most=0.3):
+    """Check that steps in FP8 are near those in the model's precision. In a single one, a token
+    whose terms nearly cancel may be far off."""
+
+    def check():
+        got, want = (step(model, length=SHORT) for model in (fused, plain))
+        assert got.functions[function] == 1 and got.keys() == want.keys()
+        assert got["loss"] != want["loss"]
+        for name in want:
+            assert_near(got[name], want[name], 0.02 if name == "loss" else most, name)
+
+    over_draws(check, first=1)
 
 
 def widened(model):

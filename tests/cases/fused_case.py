@@ -6,7 +6,7 @@ import re
 
 import torch
 from cases.peft_models import ids, peft_model
-from cases.reference import BUDGET, assert_within_budget, relative_error
+from cases.reference import BUDGET, assert_near, assert_within_budget, over_draws, relative_error
 
 from fused_lora import Fusion, fuse
 
@@ -60,42 +60,37 @@ def step(model, autocast=False, seed=3, length=17, **inputs):
     return values_of(model, loss)
 
 
-def steps(model, autocast=False, **inputs):
-    """`step` on three batches, with what is alike in every layer as one tensor: in one small
-    gradient alone, how far rounding in two layers puts it from the truth is luck, for eager and
-    fused alike."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for seed in (3, 4, 5):
-        for name, tensor in step(model, autocast, seed, **inputs).items():
-            found.setdefault(re.sub(r"layers\.\d+", "layers", name), []).append(tensor)
-    return {name: torch.stack(tensors) for name, tensors in found.items()}
+def assert_right(fused, plain, autocast=False, exact=None, **inputs):
+    """exact: a model in float64, by default the plain one. Returns how often each model ran."""
+    exact = copy.deepcopy(plain).double() if exact is None else exact
 
+    def check():
+        got, eager = (step(model, autocast, **inputs) for model in (fused, plain))
+        truth = step(exact, **inputs)
+        assert got.keys() == eager.keys() == truth.keys() and len(truth) > 1
+        for name in truth:
+            assert got[name].dtype == eager[name].dtype, name
+            alike = re.sub(r"layers\.\d+", "layers", name)  # in every layer
+            assert_within_budget(alike, got[name], eager[name], truth[name])
 
-def assert_right(fused, plain, autocast=False, **inputs):
-    got, eager = steps(fused, autocast, **inputs), steps(plain, autocast, **inputs)
-    truth = steps(copy.deepcopy(plain).double(), **inputs)
-    assert got.keys() == eager.keys() == truth.keys() and len(truth) > 1
-    for name in truth:
-        assert got[name].shape == truth[name].shape, name  # as many gradients
-        assert got[name].dtype == eager[name].dtype, name
-        if name == "loss":  # a mean over tokens, so eager's own error may cancel by chance
-            error = relative_error(eager[name], truth[name])
-            allowed = BUDGET * max(error, torch.finfo(torch.float32).eps)
-            assert relative_error(got[name], truth[name]) <= allowed
-        else:
-            assert_within_budget(name, got[name], eager[name], truth[name])
+    return over_draws(check)
 
 
 def assert_close(got, want, most=2e-5):
     assert got.keys() == want.keys() and len(want) > 1
     for name in want:
-        assert relative_error(got[name], want[name]) <= most, name
+        assert_near(got[name], want[name], most, name)
 
 
 def assert_same(fused, plain, length=SHORT, most=2e-5, **inputs):
-    """In fp32, where a budget would be about nothing but the order in which a GEMM sums. Returns
-    the functions that the fused one ran."""
+    """In fp32, where a budget would be about nothing but the order in which a GEMM sums. Inputs
+    may amplify that (Gemma 4: from 1e-5 to 3e-4): a fused result may be off by BUDGET times as much
+    as plain PEFT's, to the other side. Returns the functions that the fused one ran."""
     got, want = (step(model, length=length, **inputs) for model in (fused, plain))
+    if most and any(relative_error(got[name], want[name]) > most for name in want):
+        truth = step(copy.deepcopy(plain).double(), length=length, **inputs)
+        own = max(relative_error(want[name], truth[name]) for name in truth)
+        most = max(most, (1 + BUDGET) * own)
     assert_close(got, want, most)
     return got.functions
 

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from cases.peft_models import ids
+from cases.reference import seeded
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import (
@@ -180,7 +181,7 @@ def tiny(device, **options):
 
 def batch(seed, length=5, device="cpu"):
     """On the CPU unless said otherwise: that a batch is copied to the GPU is part of the step."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     input_ids = torch.randint(16, (3, length), generator=generator)
     labels = torch.randn(3, length, generator=generator)
     return {"input_ids": input_ids.to(device), "labels": labels.to(device)}

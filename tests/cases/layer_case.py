@@ -5,7 +5,7 @@ import copy
 
 import torch
 from cases.peft_models import LAYERS, adapt, base_model
-from cases.reference import assert_within_budget, random
+from cases.reference import assert_within_budget, over_draws, random
 
 from fused_lora import Fusion, fuse
 from fused_lora.adopt import layer as adopted
@@ -99,30 +99,24 @@ def run(model, hidden, grad, mask=None, layout=None):
     return {"output": output.detach(), "hidden": leaf.grad, **gradients}
 
 
-def runs(model, shape, dtype, grad_layout=None, exact=False, **options):
-    """Stack `run` on three draws. On a single draw, how far rounding moves a small gradient from
-    the truth is luck, for eager and fused alike."""
-    device = next(model.parameters()).device
-    width = inner_norm(layer_of(model)).weight.shape[0]
-    found = []
-    for draw in range(3):
-        hidden, grad = (
-            t.double() if exact else t for t in tokens(shape, dtype, device, draw, width)
-        )
-        found.append(
-            run(model, hidden, grad if grad_layout is None else grad_layout(grad), **options)
-        )
-    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+def assert_layer_right(fused, plain, shape, dtype, grad_layout=None, **options):
+    """Check the layers of two models in their dtype, with vanilla PEFT in float64 as the truth.
+    Return how often each ran."""
+    exact = copy.deepcopy(plain).double()
+    device = next(plain.parameters()).device
+    width = inner_norm(layer_of(plain)).weight.shape[0]
 
+    def check():
+        hidden, grad = tokens(shape, dtype, device, hidden=width)
+        grad = grad if grad_layout is None else grad_layout(grad)
+        got, eager = (run(model, hidden, grad, **options) for model in (fused, plain))
+        truth = run(exact, hidden.double(), grad.double(), **options)
+        assert got.keys() == eager.keys() == truth.keys() and len(truth) > 2
+        for name in truth:
+            assert got[name].dtype == eager[name].dtype, name
+            assert_within_budget(name, got[name], eager[name], truth[name])
 
-def assert_layer_right(fused, plain, shape, dtype, **options):
-    """Check the layers of two models in their dtype, with vanilla PEFT in float64 as the truth."""
-    got, eager = (runs(model, shape, dtype, **options) for model in (fused, plain))
-    truth = runs(copy.deepcopy(plain).double(), shape, dtype, exact=True, **options)
-    assert got.keys() == eager.keys() == truth.keys() and len(truth) > 2
-    for name in truth:
-        assert got[name].dtype == eager[name].dtype, name
-        assert_within_budget(name, got[name], eager[name], truth[name])
+    return over_draws(check)
 
 
 def operands(device, shape=(2, 9), **options):

@@ -4,7 +4,7 @@ import warnings
 
 import torch
 import transformers
-from cases.reference import random
+from cases.reference import random, seeded
 from peft import LoraConfig, get_peft_model
 
 from fused_lora import Fusion
@@ -61,7 +61,7 @@ def peft_model(device, family="Qwen2", dtype=torch.float32, autocast_adapter_dty
 
 
 def ids(device, seed=3):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.randint(96, (2, 17), generator=generator, device="cpu").to(device)
 
 

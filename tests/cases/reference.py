@@ -4,7 +4,12 @@ Given float64 tensors these are the truth; given bf16 tensors they are eager bf1
 against the truth is the budget that a fused kernel gets (`assert_within_budget`).
 """
 
+import math
+import os
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +20,7 @@ from fused_mlp.dropout import Mask, draw_masks
 
 ADAPTER_NAMES = ("gate_A", "gate_B", "up_A", "up_B", "down_A", "down_B")
 BUDGET = 2.0
+DRAWS = 24
 CHECKPOINTS = ("reentrant", "non-reentrant", "nested")
 
 
@@ -97,20 +103,48 @@ def lora_mlp(x, gate_A, gate_B, up_A, up_B, down_A, down_B, *rest) -> Tensor:
     )
 
 
+def _seed() -> int:
+    return int(os.environ.get("TEST_SEED", "0"))
+
+
+def seeded(seed: int) -> torch.Generator:
+    """The generator that inputs are drawn with. TEST_SEED makes all of them others."""
+    return torch.Generator().manual_seed(seed + 1000 * _seed())
+
+
 def random(*shape: int, dtype=torch.float32, device="cpu", seed=0, scale=1.0) -> Tensor:
     """Gaussian, and the same numbers on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
+    return (torch.randn(shape, generator=seeded(seed)) * scale).to(device, dtype)
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
     """||got - truth|| / ||truth||, in float64; NaN or inf anywhere counts as infinite."""
-    got, truth = got.double(), truth.double()
     assert got.shape == truth.shape, f"{list(got.shape)} is not {list(truth.shape)}"
-    if got.numel() == 0:
-        return 0.0
+    if not truth.to(got.dtype).any():  # zeros, or empty
+        return math.inf if got.any() else 0.0
+    got, truth = got.double(), truth.double()
     error = torch.linalg.vector_norm(got - truth) / torch.linalg.vector_norm(truth)
-    return error.item() if error.isfinite() else float("inf")
+    return error.item() if error.isfinite() else math.inf
+
+
+_pool: dict[str, list[tuple[float, float]]] | None = None  # while `over_draws` draws
+
+
+def assert_at_most(error: float, allowed: float, name: str) -> None:
+    """Check an error, or leave it to `over_draws`."""
+    if _pool is not None:
+        _pool.setdefault(name, []).append((error, allowed))
+        return
+    if (file := os.environ.get("SHARES")) and error > 0:  # for dev/hosts.py
+        test = os.environ["PYTEST_CURRENT_TEST"].removesuffix(" (call)")
+        with Path(file).open("a") as lines:
+            lines.write(f"{error / allowed if allowed else math.inf}\t{test}\t{name}\n")
+    is_right = error <= allowed and error < math.inf
+    assert is_right, f"{name}: relative error {error:.2e}, allowed {allowed:.2e}"
+
+
+def assert_near(got: Tensor, want: Tensor, most: float, name: str = "result") -> None:
+    assert_at_most(relative_error(got, want), most, name)
 
 
 def assert_within_budget(name: str, fused: Tensor, eager: Tensor, truth: Tensor) -> None:
@@ -120,16 +154,47 @@ def assert_within_budget(name: str, fused: Tensor, eager: Tensor, truth: Tensor)
     Both add up in fp32, whatever the dtype, eager in an order that the host's BLAS chooses. That
     order moves eager's own error, and so the bound (attention in fp32: from 9.5e-7 to 1.1e-6). One
     rounding to nearest moves every element by at most eps / 2 of itself, and so by that the norm of
-    them all: 6e-8, which only a result in fp32 notices.
+    them all: 6e-8, which only a result in fp32 notices. Where there are few elements, or few
+    numbers that decide them, all this is luck: take `over_draws`.
     """
-    fused_error, eager_error = relative_error(fused, truth), relative_error(eager, truth)
     # eager can be exact by chance on a handful of elements: one rounding is always due, which is
     # off by eps / 5 in the mean (eps / (2 sqrt 3) where a binade begins, half that where it ends)
     due = torch.finfo(eager.dtype).eps / 5
-    allowed = BUDGET * max(eager_error, due) + torch.finfo(torch.float32).eps / 2
-    assert fused_error <= allowed, (
-        f"{name}: relative error {fused_error:.2e}, eager {eager_error:.2e}, allowed {allowed:.2e}"
-    )
+    allowed = BUDGET * max(relative_error(eager, truth), due) + torch.finfo(torch.float32).eps / 2
+    assert_at_most(relative_error(fused, truth), allowed, name)
+
+
+def over_draws(check: Callable[[], None], first: int = 3) -> int:
+    """Run `check` on several inputs, and return on how many. Of each name, the root mean square of
+    its errors is at most that of what is allowed.
+
+    In one draw, how far rounding moves a small gradient from the truth is luck, for eager and fused
+    alike, and the host's BLAS draws the lot. Over three draws of ten tokens in fp32, one gradient
+    of a fused layer was 3.3 times as far off as eager's, over 24 as far. If the `first` draws are
+    over their bounds, all DRAWS decide.
+    """
+    pool: dict[str, list[tuple[float, float]]] = {}
+    for draw in range(DRAWS):
+        seed = patch.dict(os.environ, TEST_SEED=str(_seed() + draw))
+        with seed, patch(f"{__name__}._pool", pool):
+            check()
+        means = {
+            name: [math.hypot(*one) / len(found) ** 0.5 for one in zip(*found, strict=True)]
+            for name, found in pool.items()
+        }
+        if draw + 1 == first and all(error <= allowed for error, allowed in means.values()):
+            break
+    assert means
+    for name, (error, allowed) in means.items():
+        assert_at_most(error, allowed, f"{name} of {draw + 1} draws")
+    return draw + 1
+
+
+def assert_as_one_within_budget(fused, eager, truth) -> None:
+    """Pool the errors of all results, where each alone is luck even over many draws."""
+    assert fused.keys() == eager.keys() == truth.keys() and len(truth) > 1
+    for name in truth:
+        assert_within_budget("all results", fused[name], eager[name], truth[name])
 
 
 def use_poisoned_memory(monkeypatch) -> list[Tensor]:

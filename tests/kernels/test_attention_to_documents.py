@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import qkv_attention_case
-from cases.reference import assert_within_budget, random
+from cases.reference import assert_within_budget, random, seeded
 
 from fused_lora.kernels.documents import documents_of, mask_of_documents
 
@@ -101,7 +101,7 @@ def test_sinks_and_windows_need_no_documents(case, device, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mean", [30, 250, 3000])
 def test_a_models_own_sizes_are_within_the_error_budget(mean, device, monkeypatch):
-    generator = torch.Generator().manual_seed(mean)
+    generator = seeded(mean)
     some = torch.empty(64, dtype=torch.float64).exponential_(generator=generator)
     lengths = (mean * some).long().clamp(1, 4096)[: 20_000 // mean]  # the truth keeps every score
     monkeypatch.setitem(CASES, "model", ([lengths.tolist()], 16, 2, 128))

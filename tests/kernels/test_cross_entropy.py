@@ -17,7 +17,7 @@ from cases.cross_entropy_case import (
     small_blocks,
 )
 from cases.pairwise import pairwise
-from cases.reference import assert_within_budget, relative_error
+from cases.reference import assert_near, assert_within_budget, over_draws
 from contract import LAYOUTS
 
 import fused_lora.head as module
@@ -151,7 +151,7 @@ def test_strided_hidden(layout, ignoring, device):
     got = run(linear_cross_entropy, *case, layout, **ignoring)
     want = run(linear_cross_entropy, layout(hidden).contiguous(), *others)
     # expanded tokens err together, which the loss' budget does not know: a sum in another order
-    assert relative_error(got.pop("loss"), want["loss"]) <= 2.0**-21
+    assert_near(got.pop("loss"), want["loss"], 2.0**-21)
     assert_matches(got, case, layout)
 
 
@@ -162,8 +162,12 @@ def test_strided_hidden(layout, ignoring, device):
 )
 def test_any_leading_dimensions_and_vocabulary_with_a_strided_weight(tokens, vocabulary, device):
     options = {"dtype": torch.bfloat16, "device": device, "vocabulary": vocabulary}
-    hidden, weight, bias, labels = inputs(*tokens, **options)
-    assert_right(hidden, weight.t().contiguous().t(), bias, labels)
+
+    def check():
+        hidden, weight, bias, labels = inputs(*tokens, **options)
+        assert_right(hidden, weight.t().contiguous().t(), bias, labels)
+
+    over_draws(check, first=1)
 
 
 def test_the_only_word_costs_nothing(device):

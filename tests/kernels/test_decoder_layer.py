@@ -12,6 +12,7 @@ from cases.layer_case import (
     run,
     tokens,
 )
+from cases.peft_models import MLP
 from contract import LAYOUTS
 
 
@@ -26,8 +27,8 @@ def check(device, monkeypatch):
         assert not done.left
         layouts = {"layout": layout, "grad_layout": grad_layout}
         dtype = options.get("dtype", torch.float32)
-        assert_layer_right(fused, plain, shape, dtype, mask=mask, **layouts)
-        assert len(calls) == 3
+        draws = assert_layer_right(fused, plain, shape, dtype, mask=mask, **layouts)
+        assert len(calls) == draws
 
     return check
 
@@ -127,7 +128,10 @@ def test_any_rank_scale_and_shape_of_a_layer(name, check):
 @pytest.mark.slow("shape0")
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 7)])
 def test_any_number_of_tokens(shape, check):
-    check(shape=shape)
+    """The softmax over one token is 1: gradients of q and k are 0, and their errors all there is of
+    them."""
+    without = {"target_modules": ["v_proj", "o_proj", *MLP]} if shape[1] == 1 else {}
+    check(shape=shape, **without)
 
 
 def test_no_sequences_give_empty_results_and_gradients_of_zero(device):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from cases.counting import saved_for_backward, saved_tensors
 from cases.layer_case import BF16, layer_of, leaves, operands, operands_of
-from cases.reference import relative_error
+from cases.reference import assert_near
 from cases.refusal import assert_refused, narrow, trained
 
 from fused_lora.kernels.rows import Handover
@@ -51,7 +51,8 @@ def test_the_output_may_be_changed_in_place(device):
     _, inputs, grad = operands(device, FEW)
     want = torch.autograd.grad(DecoderLayer.apply(*inputs), leaves(inputs), 2 * grad)
     got = torch.autograd.grad(DecoderLayer.apply(*inputs).mul_(2), leaves(inputs), grad)
-    assert all(relative_error(*pair) < 1e-6 for pair in zip(got, want, strict=True))
+    for pair in zip(got, want, strict=True):
+        assert_near(*pair, 1e-6)
 
 
 def test_only_what_asks_for_a_gradient_gets_one(device):
@@ -68,7 +69,7 @@ def test_only_what_asks_for_a_gradient_gets_one(device):
         for leaf, gradient in zip(some, got, strict=True):
             assert gradient.dtype == leaf.dtype
             assert gradient.is_contiguous() or leaf is inputs[0]
-            assert relative_error(gradient, want[id(leaf)]) < 1e-6
+            assert_near(gradient, want[id(leaf)], 1e-6)
 
 
 def test_no_product_is_made_for_the_gradient_of_an_input_that_wants_none(device, monkeypatch):
@@ -164,7 +165,8 @@ def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
         assert bool(output.any()) == needed
     assert shapes[0] == shapes[1]
     assert copies == [True, True, True, False]  # the residuals that o and down add to
-    assert all(relative_error(*pair) < 1e-5 for pair in zip(*results, strict=True))
+    for pair in zip(*results, strict=True):
+        assert_near(*pair, 1e-5)
 
 
 @pytest.mark.slow("Qwen2-0-0.0")

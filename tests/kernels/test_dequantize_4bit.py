@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from cases.four_bit_case import values_times_scales
 from cases.operands import BF16, DTYPES, FP16, FP32
-from cases.reference import random
+from cases.reference import random, seeded
 from cases.refusal import apart, assert_refused, on_meta
 
 import fused_mlp
@@ -37,7 +37,7 @@ def packed(shape, blocksize, is_nested, kind="nf4", storage=torch.uint8, seed=0,
     """Return a weight of random codes, a few of them more than it has values."""
     size = shape[0] * shape[1]
     blocks = -(-size // blocksize)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     codes = torch.randint(256, (-(-size // 8) * 4,), dtype=torch.uint8, generator=generator)
     absmax, nested = random(blocks, seed=seed).abs(), None
     if is_nested:

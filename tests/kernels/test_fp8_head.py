@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases.fp8_case import nearest, quantised
-from cases.reference import random, relative_error
+from cases.reference import assert_near, random, relative_error
 
 from fused_lora.cross_entropy import linear_cross_entropy
 from fused_lora.kernels.fp8_logits import transposed
@@ -47,7 +47,7 @@ def test_it_is_what_its_codes_make_it(spread, with_bias, device):
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, fp8=True, chunk_tokens=5)
     loss.backward()
     want, grad = oracle(hidden.detach(), weight, labels, bias)
-    assert relative_error(loss.detach(), want) < 1e-5
+    assert_near(loss.detach(), want, 1e-5)
     assert not hidden.grad[2].any()
     for got, exact in zip(hidden.grad, grad, strict=True):
         # almost 0 where the label's probability is 1 in fp32
@@ -57,7 +57,7 @@ def test_it_is_what_its_codes_make_it(spread, with_bias, device):
     logits = plain @ weight.double().t() + (0 if bias is None else bias.double())
     F.cross_entropy(logits, labels, ignore_index=IGNORED).backward()
     if spread < 10:
-        assert relative_error(hidden.grad, plain.grad) < 0.05
+        assert_near(hidden.grad, plain.grad, 0.05)
         assert relative_error(oracle(hidden.detach(), weight * 1.02, labels, bias)[1], grad) > 0.01
 
 
@@ -72,7 +72,7 @@ def test_a_sum_over_a_vocabulary_loses_nothing(device):
     hidden = torch.zeros(3, 16, dtype=torch.bfloat16, device=device).requires_grad_()
     linear_cross_entropy(hidden, weight, labels, fp8=True).backward()
     exact = (vocabulary - 6) / vocabulary + 1  # the mean of the rows, less the label's
-    assert relative_error(hidden.grad, torch.full_like(hidden.grad, exact / 3)) < 2**-8
+    assert_near(hidden.grad, torch.full_like(hidden.grad, exact / 3), 2**-8)
 
 
 def test_words_too_unlikely_for_a_code_count_in_the_mean(device):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from cases import qkv_attention_case
 from cases.qkv_attention_case import SCALING, fused, rotated_heads
-from cases.reference import assert_within_budget, relative_error
+from cases.reference import assert_near, assert_within_budget
 from cases.rope_case import interleaved_order
 from torch.nn.attention import sdpa_kernel
 
@@ -104,7 +104,7 @@ def test_interleaved_pairs_attend_as_halves_do(size, device):
 
     got = fused((reordered(qkv), cos, sin, reordered(grad)), *sizes[1:3], interleaved=True)
     for name, one, other in zip(NAMES, got, fused(case, *sizes[1:3]), strict=True):
-        assert relative_error(one, reordered(other)) < 1e-6, name
+        assert_near(one, reordered(other), 1e-6, name)
 
 
 BACKENDS = {"flash": FLASH, "cuDNN": CUDNN}

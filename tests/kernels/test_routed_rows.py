@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from cases.reference import random
+from cases.reference import random, seeded
 
 from fused_lora.kernels.routed_rows import (
     routed_swiglu_backward,
@@ -26,7 +26,7 @@ def make(size, dtype, device):
 
 def places_for(rows, device):
     """Each token's rows, none of them where it was."""
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(2))
+    order = torch.randperm(rows, generator=seeded(2))
     return order.view(-1, TOP_K).to(device)
 
 

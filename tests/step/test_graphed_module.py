@@ -8,7 +8,7 @@ import torch
 from cases import layer_case
 from cases.graph_case import Recorded, held_nodes
 from cases.peft_models import ids
-from cases.reference import relative_error
+from cases.reference import assert_near
 from peft import LoraConfig
 
 from fused_lora.step.graphed_module import CACHES, GraphedModule
@@ -29,7 +29,7 @@ def pair(device, monkeypatch, max_graphs=8, **options):
 def assert_same(got, want, is_reordered=False):
     """Bit by bit on the CPU. A GPU may sum in another order on another stream."""
     if (got.is_cuda or is_reordered) and want.any():
-        assert relative_error(got, want) < 1e-5
+        assert_near(got, want, 1e-5)
     else:
         assert got.equal(want)
 

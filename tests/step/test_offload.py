@@ -12,6 +12,7 @@ import torch
 from cases.fused_case import ALL
 from cases.graph_case import EagerStep, adamw, captured, graphed
 from cases.layer_case import peft_model
+from cases.reference import seeded
 
 from fused_lora import Fusion, fuse
 from fused_lora.step import offload
@@ -322,7 +323,7 @@ def gradients_and_peak(make_step, fusion, policy):
     step = make_step(model, adamw(model))
     peaks = []
     for seed in range(4):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         tokens = torch.randint(0, 90, (BATCH, LENGTH), generator=generator).cuda()
         gc.collect(), torch.cuda.empty_cache(), torch.cuda.reset_peak_memory_stats()
         no_mask = {"full_attention": None}
