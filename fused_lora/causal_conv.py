@@ -318,7 +318,7 @@ def causal_conv_backward(
 
 
 def _three(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sizes of three outputs, 0 for those that there are not."""
+    """Return sizes for three outputs, filled up with 0."""
     return (*sizes, 0, 0)[:3]
 
 

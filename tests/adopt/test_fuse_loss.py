@@ -100,9 +100,9 @@ def test_it_fills_a_cache_only_if_it_is_asked_to(device):
         assert (one.past_key_values is not None) is is_filled
     packed = {"position_ids": torch.arange(SHORT, device=device)[None] % 3}
     want = plain(tokens, labels=tokens, use_cache=False, **packed)
-    of_layers = copy.deepcopy(plain)
-    fuse(of_layers, Fusion(layer=True))
-    for model in (fused, of_layers):
+    fused_layers = copy.deepcopy(plain)
+    fuse(fused_layers, Fusion(layer=True))
+    for model in (fused, fused_layers):
         with pytest.warns(UserWarning, match="fills? no cache"):
             got = model(tokens, labels=tokens, **packed)
         assert got.past_key_values is None

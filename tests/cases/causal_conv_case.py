@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 def eager(x, weight, bias, conv):
     if conv.seq_idx is not None:
-        return of_each_document(x, weight, bias, conv)
+        return each_document_alone(x, weight, bias, conv)
     leading, positions = x.shape[:-2], x.shape[-2]
     padding = weight.shape[1] - 1
     channels_first = x.reshape(-1, *x.shape[-2:]).transpose(1, 2)
@@ -17,7 +17,7 @@ def eager(x, weight, bias, conv):
     return tuple(one.clone() for one in y.split(conv.sizes, -1))
 
 
-def of_each_document(x, weight, bias, conv):
+def each_document_alone(x, weight, bias, conv):
     if not x.numel():
         return eager(x, weight, bias, conv._replace(seq_idx=None))
     rows = []
