@@ -16,6 +16,7 @@ pytestmark = WITHOUT_GPU
 
 @pytest.mark.slow
 def test_both_kinds_of_weights_are_timed_on_the_same_model(tmp_path):
+    torch.manual_seed(0)
     weight = 0.02 * torch.randn(512, 256)
     heavy, larger = heavy_tailed(weight), large_channels(torch.ones(64)).sort().values
     assert heavy.std() == pytest.approx(weight.std().item(), rel=1e-3)
@@ -33,7 +34,8 @@ def test_both_kinds_of_weights_are_timed_on_the_same_model(tmp_path):
     assert [*found["measured"]] == ["64 x 64 x 64", "gate and up", *variants]
     vanilla, fused = (found["measured"][variant] for variant in variants)
     assert [row["kind"] for row in vanilla] == ["random", "trained"]
-    for one, other in zip(vanilla, fused, strict=True):
-        assert one["losses"] == pytest.approx(other["losses"], rel=2e-3)
-    assert vanilla[0]["losses"] != vanilla[1]["losses"]
+    random, trained = (row["losses"][0] for row in vanilla)  # later ones differ by Adam's steps
+    assert random != trained
+    for row, loss in zip(fused, (random, trained), strict=True):
+        assert row["losses"][0] == pytest.approx(loss, rel=2e-3)
     assert all(isfinite(kind["over_random"]) for kind in found["compared"]["fused_layer"].values())
