@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "as it is": {},
     "no vector units": {"ATEN_CPU_CAPABILITY": "default"},
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
-    "two threads": {"TEST_THREADS": "2"},
+    "two threads": {"TEST_THREADS": "2", "OMP_WAIT_POLICY": "passive"},  # no core spins
     "seed 100": {"TEST_SEED": "100"},
     "seed 200": {"TEST_SEED": "200"},
 }

@@ -108,7 +108,7 @@ def _seed() -> int:
 
 
 def seeded(seed: int) -> torch.Generator:
-    """The generator that inputs are drawn with. TEST_SEED makes all of them others."""
+    """Return the generator of a test's inputs. Another TEST_SEED draws others."""
     return torch.Generator().manual_seed(seed + 1000 * _seed())
 
 
