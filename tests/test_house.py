@@ -156,7 +156,7 @@ def one_number(factor):
 
 
 def test_over_draws_luck_passes_and_a_fault_does_not(monkeypatch):
-    monkeypatch.setenv("TEST_SEED", "0")  # the first draw of which is unlucky
+    monkeypatch.setenv("TEST_SEED", "0")  # its first draw is unlucky
     with pytest.raises(AssertionError, match="one number"):
         assert_within_budget("one number", *one_number(1.0))
     over_draws(lambda: assert_within_budget("one number", *one_number(1.0)), first=1)

@@ -82,7 +82,7 @@ def load_small_adapters(path: Path) -> SmallAdapters:
     try:
         return msgspec.json.decode(path.read_bytes(), type=SmallAdapters)
     except UNREADABLE as error:
-        raise ValueError(f"{path}: {error}: restore it, or delete it and run again") from None
+        raise ValueError(f"{path}: {error}: restore it, or delete it to start anew") from None
 
 
 def save_small_adapters(path: Path, found: SmallAdapters) -> None:
