@@ -14,7 +14,7 @@ from cases.reference import assert_within_budget, over_draws, random
 from dev import planted_faults
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("fused_mlp", "fused_lora", "bench", "report", "examples", "docs")
+ROOMS = ("fused_mlp", "fused_lora", "bench", "report", "examples")
 AT_THE_ROOT = {"lora_bench.py", "models.py", "trainer.py", "variants.py", "batches.py"}
 RIDDLES = re.compile(r"(what|whether|why|how|who|where|when|which)\b", re.IGNORECASE)
 
