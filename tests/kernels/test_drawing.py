@@ -37,6 +37,7 @@ PANELS = {
     "PEFT": {"forward": "lora_peft", "backward": "lora_peft_backward"},
     "LoRA_MLP": {"forward": "lora_forward", "backward": "lora_backward"},
 }
+LOG = (ROOT / "dev" / "LOG.md").read_text()
 COLORS = {"#c4e8dc": "GEMM", "#e5dbff": "cast", "#f1f3f5": "pass", "#ffc2a1": "Triton"}
 
 
@@ -154,6 +155,9 @@ def test_the_times_are_those_of_the_records():
     assert [words for words in both if words not in WORDS["lora_unsloth"]] == []
     assert alone["swiglu_forward"] in WORDS["lora_forward"]
     assert alone["swiglu_backward"] in WORDS["lora_backward"]
+    (row,) = re.findall(r"^\| SwiGLU in the epilogue.*", LOG, re.MULTILINE)
+    tried = re.findall(r"\d[\d.,]+\d", row)
+    assert len(tried) == 4 and [number for number in tried if number not in PAGE] == []
 
 
 def test_the_pages_example_runs(device):
