@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 _thread = threading.local()
@@ -38,7 +37,7 @@ def saving_last(function: Callable[[bool], Tensor]) -> Tensor:
     """Call ``function(output_needed)``. It is False in a recompute if nothing after this call saved
     a tensor in the first run: nobody then uses the output."""
     around = runs()
-    if not around or torch.compiler.is_compiling():
+    if not around:
         return function(True)
     return around[-1].saving_last(function)
 
@@ -52,7 +51,7 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
     """
     around = runs()
     keep = STAYS if is_small else around[-1].keep if around else None
-    if not around or keep is None or torch.compiler.is_compiling():
+    if not around or keep is None:
         return function()
     return around[-1].once(function, keep)
 
@@ -65,7 +64,7 @@ def recompute_record(record: tuple) -> Callable[[], tuple] | None:
     It does for all of a record what saving each of its tensors would, in a tenth of the time.
     """
     around = runs()
-    if not around or torch.compiler.is_compiling():
+    if not around:
         return None
     return around[-1].recompute_record(record)
 

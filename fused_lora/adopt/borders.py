@@ -90,7 +90,6 @@ class Border:
     """
 
     precision = ""  # the report adds it to such layers
-    is_traced = True  # torch.compile can trace a forward on them
     may_wait = False  # fully_shard, which takes no weights in a buffer, may come after `fuse`
 
     @staticmethod

@@ -90,9 +90,8 @@ class FusedForward(Owner):
     """The forward that replaces a module's: a function of the module, the parts that it runs fused,
     and the module's inputs.
 
-    We set its method `forward` on the module. torch.compile shares the code of a method between
-    layers. It would compile a callable object or a functools.partial for each layer until it gives
-    up.
+    We set its method `forward` on the module. torch.compile runs it as it is, between what it
+    compiles: tracing through fused functions took minutes and gave nothing.
     """
 
     def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
@@ -120,7 +119,7 @@ _thread = _Thread()
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Make every fused module run its class's forward, in this thread and not in compiled code."""
+    """Make every fused module run its class's forward, in this thread."""
     before, _thread.is_unfused = _thread.is_unfused, True
     try:
         yield
@@ -137,7 +136,7 @@ def _with_signature_of(own: Callable) -> Callable:
         if isinstance(self, nn.Module):  # accelerate binds what it wraps in autocast to the model
             raise RuntimeError(BOUND_TO_THE_MODEL)
         layer: Any = self.module
-        if _thread.is_unfused and not torch.compiler.is_compiling():  # for each token of generate()
+        if _thread.is_unfused:  # for each token of generate()
             return without_checkpointing(type(layer).forward)(layer, *inputs, **options)
         options = as_ours(options)
         if self.checkpoints and is_checkpointed(layer):
@@ -148,14 +147,14 @@ def _with_signature_of(own: Callable) -> Callable:
         return self.run(layer, *inputs, **options)
 
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
-    return forward
+    return torch.compiler.disable(forward)
 
 
 def _why_not_inputs(*inputs: Any) -> str | None:
     """Return the reason if nothing can run fused on these inputs."""
     if KERNELS_WANT_A_GPU and all(map(_is_on_cpu, inputs)):
         return ON_CPU
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    if not torch._C._are_functorch_transforms_active():
         return None
     return "it is within a transform of torch.func, which knows no fused function"
 

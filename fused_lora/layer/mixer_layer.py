@@ -220,11 +220,10 @@ class AfterMixer(torch.autograd.Function):
         frozen, found, gate = saved.frozen, saved.found, saved.gate
         need = AdaptersAfterAttention(*adapters_of(needed))
         frozen.filling.refill(frozen.groups[1:], saved.adapters)
-        batch, positions = gate.shape[:2]
         with without_autocast(found):
             layer = LayerBackward(frozen, saved.dropouts, NO_OTHERS, AdapterSums())
             grad_y, grad_residual, adapters = layer.to_o(
-                grad_output, batch * positions, saved.added, saved.mlp, saved.adapters, need
+                grad_output, saved.added, saved.mlp, saved.adapters, need
             )
             layer.sums.compute()
             grad_found, grad_gate = saved.ends.leave_backward(grad_y, found, gate, saved.kept)

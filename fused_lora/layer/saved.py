@@ -23,7 +23,7 @@ class Added(NamedTuple):
     """The output projection o, added to the residual."""
 
     x: Tensor  # [T, in of o], what o reads
-    total: Tensor  # [T, hidden], the sum; this and what follows of needed rows alone
+    total: Tensor  # [T, hidden], the sum
     z: Tensor  # x A' of o
     normed: Normed | None  # what o gave, where that is normed
 

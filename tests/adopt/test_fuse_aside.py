@@ -19,7 +19,6 @@ from cases.peft_models import (
 )
 from cases.reasons import readapt
 from cases.reference import assert_near
-from torch import nn
 
 import fused_lora.adopt.site
 from fused_lora import Fusion, fuse, report, unfuse
@@ -55,15 +54,6 @@ def test_a_reason_that_nobody_asked_for_is_said_once_and_a_wish_never(calls, dev
     for handle in handles:
         handle.remove()
     assert said_by(run) == [] and len(calls) == 4
-
-
-def test_compiled_code_says_so_while_it_is_traced(device):
-    fused, _, _ = pair(device, MLP_ON)
-    mlp = layers(fused)[0].mlp
-    mlp.up_proj.lora_dropout["default"] = torch.nn.Dropout(1.0)
-    mlp.compile(backend="eager")
-    said = said_by(lambda: logits(fused))
-    assert said and all("Qwen2MLP stepped aside: up_proj: lora_dropout is 1.0" in w for w in said)
 
 
 def test_what_the_report_of_fuse_said_is_not_said_again(device):
@@ -170,13 +160,6 @@ WAYS = {  # to be warned: what is fused, and what is done to the model before it
     "a layer": (LAYER, lambda model: layers(model)[0].mlp.register_forward_hook(print)),
     "the loss": (
         Fusion(cross_entropy=True), lambda model: setattr(model.config, "use_cache", True)
-    ),
-    "a compiled part": (
-        MLP_ON,
-        lambda model: (
-            layers(model)[0].mlp.up_proj.lora_dropout.update({"default": nn.Dropout(1.0)}),
-            layers(model)[0].mlp.compile(backend="eager"),
-        ),
     ),
 }  # fmt: skip
 

@@ -21,7 +21,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from triton.runtime.interpreter import InterpretedFunction
 
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.foreign.checkpointing import policy_of
@@ -138,21 +137,11 @@ def assert_trained_alike(got, want):
         assert off.float().mean() < 0.01, name
 
 
-@pytest.fixture
-def untraced(device, monkeypatch):
-    """Keep torch.compile away from kernels in the interpreter, which it cannot trace."""
-    if device == "cpu":
-        run = torch.compiler.disable(InterpretedFunction.run)
-        monkeypatch.setattr(InterpretedFunction, "run", run)
-
-
 # A layer that steps aside would warn.
 @pytest.mark.slow("Trainer-flattened")
 @pytest.mark.filterwarnings("error:a fused ")
 @pytest.mark.parametrize(("kind", "setting"), TRIED)
-def test_a_trainer_trains_a_fused_model_as_plain_peft(
-    kind, setting, tmp_path, device, untraced, monkeypatch
-):
+def test_a_trainer_trains_a_fused_model_as_plain_peft(kind, setting, tmp_path, device, monkeypatch):
     sizes = ONE_LAYER | ({"head_dim": 32} if setting in PACKED else {})
     plain = layer_case.peft_model(device, config=sizes)
     fused, start, data = (copy.deepcopy(plain), copy.deepcopy(plain), rows(plain))

@@ -28,7 +28,6 @@ class Fp8Border(Border):
     checkpoint's codes (`checkpoint.py`) lasts until these move or change."""
 
     precision = " in FP8"
-    is_traced = False
 
     @staticmethod
     def why_not(layer: Any) -> str | None:
