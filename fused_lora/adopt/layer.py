@@ -38,6 +38,7 @@ from .layer_reading import (
     norms_of,
     parts_and_ranks,
     read_groups,
+    why_not_weights,
 )
 from .mixer_layer import has_mixer, run_mixer_layer, why_not_mask, why_slow
 from .mlp import activation_of
@@ -190,7 +191,7 @@ def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection
             "runs whole"
         )
     kind = DefaultBorder if borders is None else borders.kind
-    refuse(kind.why_not(layer))
+    refuse(why_not_weights(layer, kind))
     return read_groups(layer, asked or kind)
 
 
