@@ -3,6 +3,7 @@
 import pytest
 from cases import example_results as example
 from cases import picture_case as case
+from cases.example_results import rounds
 from matplotlib.text import Text
 from test_plots import RUNS
 
@@ -57,6 +58,17 @@ def test_without_a_profile_the_clock_speaks_and_the_title_says_so():
     assert clock == "time by the clock" and [row.variant for row in rows] == ["fused_mlp"]
     assert plot.benchmark_finding(run, rows, clock).startswith("Speedup in time by the clock: ")
     assert "waiting" not in plot.benchmark_figure(run).texts[1].get_text()
+
+
+def test_of_many_the_title_names_the_subject_and_the_two_fastest():
+    run = rounds(
+        vanilla_peft=[300], vanilla_peft_no_checkpointing=[270], fused_mlp=[200],
+        full_unsloth=[150], liger_peft=[240], compiled_peft=[160], fused_all=[120],
+    )  # fmt: skip
+    rows, clock = plot.shown_rows(View(run))
+    assert [row.variant for row in rows] == run.experiment.variants[2:]  # no baseline
+    said = plot.benchmark_finding(run, rows, clock).replace(plot.KEPT, " ").partition(": ")[2]
+    assert said == "fused MLP 1.50×, full Unsloth 2.00×, all parts 2.50×"
 
 
 def test_a_variant_without_a_time_is_marked_and_a_rehearsal_is_stamped():

@@ -102,13 +102,16 @@ def test_throughput_is_drawn_from_zero():
 
 def test_speedups_come_with_intervals_the_line_at_one_and_the_band():
     run, axes = RUNS["four"], panels(picture_of("four"))["speedup"]
-    rows = [rows_of("four")["fused_mlp", n] for n in example.SEQ_LENS]
-    assert list(line(axes, "fused MLP").get_ydata()) == [r.speedup for r in rows]
-    drawn = [tuple(line.get_ydata()) for line in axes.lines]
-    for each in rows:
-        assert tuple(each.speedup_ci95) in drawn
-    assert f"{rows[-1].speedup:.2f}×" in words(axes)
-    assert (1.0, 1.0) in drawn
+    whiskers = {(*line.get_xdata(), *line.get_ydata()) for line in axes.lines
+                if line.get_marker() == "_"}  # fmt: skip
+    texts = [text.get_text() for text in axes.texts]
+    for variant, aside in (("fused_mlp", 0), ("full_unsloth", 0.06)):
+        rows = [rows_of("four")[variant, n] for n in example.SEQ_LENS]
+        assert list(line(axes, title_of(variant)).get_ydata()) == [r.speedup for r in rows]
+        for place, each in enumerate(rows):
+            assert (place + aside, place + aside, *each.speedup_ci95) in whiskers
+        assert f"{title_of(variant)}\n{rows[-1].speedup:.2f}×" in texts
+    assert [1.0, 1.0] in [list(line.get_ydata()) for line in axes.lines]
     assert "vanilla PEFT" not in [line.get_label() for line in axes.lines]
     bands = [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in axes.patches]
     assert bands == [pytest.approx(summary.noise_band(run, n)) for n in example.SEQ_LENS]
