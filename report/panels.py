@@ -15,8 +15,8 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocat
 
 from bench.records import Run, SummaryRow
 from report.kernel_time import COPIES_WORDS, draw_kinds, longest_profiled, name_kinds
-from report.lines import FEW, View, draw_lines, line_of, mark_untimed
-from report.picture import GREY, annotate, framed, stamp, write_caption, write_title
+from report.lines import FEW, Lines, View, line_of, mark_untimed
+from report.picture import GREY, annotate, fitting_legend, framed, stamp, write_caption, write_title
 from report.statistics import NOISE, noise_band
 from report.wording import REHEARSAL_NOTICE, caption, floor_words, on_base
 from variants import BASELINE, LOOKS, title_of
@@ -79,7 +79,7 @@ def _speedup(axes: Axes, view: View) -> None:
     axes.set_ylim(low / span**below, high * span**0.2)
     ticks = FixedLocator(RATIOS) if span > 3 else MaxNLocator(7, steps=[1, 2, 5, 10])
     axes.yaxis.set_major_locator(ticks)
-    draw_lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", apart=0.06)
+    Lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", apart=0.06).draw()
 
 
 def _throughput(axes: Axes, view: View) -> None:
@@ -87,7 +87,7 @@ def _throughput(axes: Axes, view: View) -> None:
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     speeds = [row.tokens_per_s for row in view.timed if row.tokens_per_s]
     axes.set_ylim(0, 1.15 * max(speeds, default=1.0))
-    draw_lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
+    Lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep="")).draw()
 
 
 def _memory(axes: Axes, view: View) -> None:
@@ -95,7 +95,7 @@ def _memory(axes: Axes, view: View) -> None:
     peaks = {view.slot(row): (row, row.peak_gib) for row in view.timed if row.peak_gib}
     top = max((gib for _, gib in peaks.values()), default=1.0)
     for place, (row, gib) in peaks.items():
-        look = view.look(row)
+        look = view.looks[row.variant]
         axes.bar(place, gib, 0.93 * view.bar_width, color=look.colour, hatch=look.hatch,
                  edgecolor="white", linewidth=0)  # fmt: skip
     _memory_numbers(axes, view, peaks)
@@ -150,21 +150,18 @@ def _remark(axes: Axes, words: str) -> None:
 
 
 def _name_variants(picture: Figure, view: View) -> int:
-    """Draw the legend of all four panels: each variant's bar beside its line. We measure with this
-    machine's fonts how many columns fit the panels' width. Return the number of rows."""
+    """Draw the legend of all four panels: each variant's bar beside its line. Return the number of
+    its rows."""
     keys: list[Any] = []
     names = list(map(title_of, view.looks))
     for look, name in zip(view.looks.values(), names, strict=True):
         bar = Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0)
         keys.append((bar, line_of(look, name)))
-    for columns in range(5, 0, -1):
-        legend = picture.legend(
-            keys, names, ncols=columns, loc="upper left", bbox_to_anchor=(0.017, 0.924),
-            fontsize=13, handlelength=3.5, handler_map={tuple: HandlerTuple(ndivide=None)},
-        )  # fmt: skip
-        if columns == 1 or legend.get_window_extent().x1 <= RIGHT * picture.bbox.x1:
-            break
-        legend.remove()
+    _, columns = fitting_legend(
+        picture, 5, RIGHT - 0.025, handles=keys, labels=names, loc="upper left", fontsize=13,
+        bbox_to_anchor=(0.017, 0.924), handlelength=3.5,
+        handler_map={tuple: HandlerTuple(ndivide=None)},
+    )  # fmt: skip
     return ceil(len(names) / columns)
 
 
