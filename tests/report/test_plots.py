@@ -126,6 +126,13 @@ def test_memory_bars_and_a_capacity_that_does_not_flatten_them():
     assert heights == pytest.approx(sorted(r.peak_gib for r in rows if "again" not in r.variant))
     assert f"{max(heights):.1f}" in words(axes)
     assert words(axes).count(f"{max(heights):.1f}") == 1  # of two that are equal, side by side
+    neighbours = example.run(("vanilla_peft", "fused_mlp"), (64, 512))
+    for cell in neighbours.cells:  # the last at 64 and the first at 512 have a number each
+        gib = 10 + 10 * (cell.variant == "fused_mlp") + 10 * (cell.seq_len == 512)
+        cell.peak_allocated_bytes = gib * 2**30
+    assert words(panels(plots.panels_figure(neighbours))["memory"]) == [
+        *("10.0", "20.0", "20.0", "30.0")
+    ]
     assert not any("card" in word for word in words(axes))
     assert axes.get_ylim()[1] < 50
     small = example.run()
