@@ -4,6 +4,7 @@ estimates for others."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import add
 from statistics import median
 
 import msgspec
@@ -122,12 +123,9 @@ def _speedup_lines(run: Run, seq_len: int) -> list[list[str]]:
     base, *others = (rows.get((variant, seq_len)) for variant in SHOWN)
     if base is None or base.median_step_ms is None or not any(others):
         return []
-    cells = [
-        speedup_in_words(row) + (f", {row.peak_gib:.1f} GiB" if row and row.peak_gib else "")
-        for row in others
-    ]
-    first = f"{base.median_step_ms:.0f} ms, {base.peak_gib or 0:.1f} GiB"
-    lines = [[f"**{seq_len}**", first, *cells]]
+    said = [f"{base.median_step_ms:.0f} ms", *map(speedup_in_words, others)]
+    peaks = [f", {row.peak_gib:.1f} GiB" if row and row.peak_gib else "" for row in (base, *others)]
+    lines = [[f"**{seq_len}**", *map(add, said, peaks)]]
     if base.gpu_ms and base.gpu_ms < HOST_BOUND * base.median_step_ms:
         times = [row.gpu_ms if row else None for row in others]
         alone = [f"{base.gpu_ms / ms:.2f}×" if ms else "" for ms in times]

@@ -110,18 +110,15 @@ def _memory(axes: Axes, view: View) -> None:
 
 
 def _memory_numbers(axes: Axes, view: View, peaks: dict[float, tuple[SummaryRow, float]]) -> None:
-    """Write numbers over the bars, a single one for equal neighbours. They stand upright if they
-    would collide."""
+    """Write numbers over the bars, a single one for equal neighbours. Those of many variants stand
+    upright."""
+    many = len(view.looks) > FEW
     alike = groupby(sorted(peaks), lambda slot: (peaks[slot][0].seq_len, f"{peaks[slot][1]:.1f}"))
-    labels = [(words, list(slots)) for (_, words), slots in alike]
-    inches = axes.get_position().width * WIDTH
-    slot_points = 72 * inches * view.bar_width / len(view.seq_lens)
-    upright = any(7.3 * len(words) > slot_points * len(over) for words, over in labels)
-    size = 9 if len(view.looks) > FEW else 12
-    for words, over in labels:
+    for (_, words), slots in alike:
+        over = list(slots)
         height = max(peaks[slot][1] for slot in over)
         annotate(axes, words, ((over[0] + over[-1]) / 2, height), (0, 3), ha="center", va="bottom",
-             size=size, rotation=90 * upright)  # fmt: skip
+             size=9 if many else 12, rotation=90 * many)  # fmt: skip
 
 
 def _kinds(picture: Figure, axes: Axes, view: View) -> None:

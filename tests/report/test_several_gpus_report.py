@@ -42,6 +42,9 @@ def test_the_section_has_a_row_for_each_length_and_variant_of_each_run():
     row = "| 4 | 512 | fused layers, CUDA graph | 100.0 | 655,360 | 97.0% | 80.0% |"
     assert row in rows
     assert "published yet" in several_gpus_section([])
+    other = run_on(4, 0.925)  # no other kind of GPU hides it
+    other.environment.gpu.name = "NVIDIA H100"
+    assert "keeps 91% or more of" in finding([run_on(4, 0.97), other])
 
 
 def test_the_picture_has_a_panel_for_each_length_and_shows_one_kind_of_gpu():

@@ -10,7 +10,7 @@ from test_plots import RUNS
 from bench.records import Cell, Floor, KernelRow, Kernels
 from report import tables, wording
 from report.comparison import ComparedCell, Comparison, comparison_table
-from report.headline import answer, headline_table, speedup_in_words
+from report.headline import answer, headline_table, measured_section, speedup_in_words
 from report.statistics import summarize
 from variants import Lora, Settings, title_of
 
@@ -124,6 +124,21 @@ def test_the_headline_by_hand():
     for cell in run.cells:
         cell.gpu_busy_ms = None
     assert [*rows_in(headline_table(run))[0].values()][1:] == ["", "", "", ""]
+
+
+def test_a_gpus_lines_by_hand():
+    """Show the GPU's own time where it is busy for less than 95% of vanilla's step."""
+    run = rounds(vanilla_peft=(200, 200), fused_mlp=(100, 100), full_unsloth=("oom",))
+    origin = f"[{run.started_utc[:10]}](runs/a), 2 steps, Unsloth 2026.10.9"
+    (by_clock,) = rows_in(measured_section({"runs/a": run}))  # no peak is measured
+    assert [*by_clock.values()] == ["NVIDIA H200", "**64**", "200 ms", "2.00×", "out of memory", "",
+                                    origin]  # fmt: skip
+    for cell in run.cells[:4]:
+        cell.peak_allocated_bytes = 3 * 2**29
+        cell.gpu_busy_ms = 188.0 if cell.variant == "vanilla_peft" else 75.0
+    by_clock, alone = ([*row.values()][1:-1] for row in rows_in(measured_section({"": run})))
+    assert by_clock[1:3] == ["200 ms, 1.5 GiB", "2.00×, 1.5 GiB"]
+    assert alone == ["64, GPU time alone", "188 ms", "2.51×", "", ""]
 
 
 @pytest.mark.parametrize(
