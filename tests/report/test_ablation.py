@@ -41,6 +41,9 @@ def test_gains_are_judged_as_speedups_are():
     assert row(rows, "rope").last.verdict == summary.NOISE  # 0, 1 and 0 ms
     run = rounds(**HAND_MADE | {"vanilla_peft_again": ()})
     assert row(gains(run, 64), "mlp").first.verdict is None
+    vanilla = [220, 300, 500]  # 2.2, 3 and 5: only the logarithms' interval leaves out 1
+    run = rounds(vanilla_peft=vanilla, vanilla_peft_again=vanilla, fused_mlp=[100] * 3)
+    assert row(gains(run, 64), "mlp").first.verdict == "faster"
 
 
 def test_one_round_has_no_interval():
@@ -108,8 +111,9 @@ def test_lengths_where_all_is_noise_are_left_out_of_the_steps_table(monkeypatch)
     assert "left out" not in ablation_table(run)
     gain = ablation.Gain(1.0, None, 1.0, None, ablation.NOISE)
     told = gain._replace(verdict="faster")
-    for stands_out, is_left_out in ((1, True), (2, False)):
-        found = [gain] * (4 - stands_out) + [told] * stands_out
+    for judged, stands_out, is_left_out in ((4, 1, True), (4, 2, False), (2, 0, False)):
+        found = [gain] * (judged - stands_out) + [told] * stands_out
+        found += ["not measured"] * (4 - judged)
         rows = [ablation.PartGains("mlp", *found[:2]), ablation.PartGains("rope", *found[2:])]
         clear = [ablation.PartGains("mlp", told, told), ablation.PartGains("rope", told, told)]
         of = {64: rows, 128: clear}
