@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run, SummaryRow
-from report.lines import FEW, Lines, View, line_of, mark_untimed
+from report.lines import Lines, View, line_of, mark_untimed, named_in_title
 from report.picture import GREY, annotate, fitting_legend, framed, stamp, write_caption
 from report.statistics import by_gpu_time
 from report.wording import REHEARSAL_NOTICE, on_base, release_of, roughly
@@ -92,9 +92,7 @@ def benchmark_finding(run: Run, rows: list[SummaryRow], clock: str) -> str:
     found: dict[str, list[float]] = {}
     for row in rows:
         found.setdefault(row.variant, []).append(row.speedup or 0)
-    shown = sorted(found, key=lambda variant: found[variant][-1])
-    if len(shown) > FEW:
-        shown = [variant for variant in shown[:-2] if variant == "fused_mlp"] + shown[-2:]
+    shown = named_in_title(sorted(found, key=lambda variant: found[variant][-1]))
     said = [f"{title_of(variant)} {roughly(found[variant])}" for variant in shown]
     whole = [words.replace(" ", KEPT) if len(words) < LINE_LETTERS else words for words in said]
     return f"Speedup in {clock}{on_base(run)}: {', '.join(whole)}"

@@ -64,6 +64,14 @@ def looks_of(variants: list[str]) -> dict[str, Look]:
     return {variant: found[variant] for variant in variants}
 
 
+def named_in_title(variants: list[str]) -> list[str]:
+    """Return which of these, the slowest first, a title names: of many, the subject and the two
+    fastest."""
+    if len(variants) <= FEW:
+        return variants
+    return [variant for variant in variants[:-2] if variant == "fused_mlp"] + variants[-2:]
+
+
 def mark_untimed(axes: Axes, view: View) -> None:
     """Show a cell without a time: its variant's marker, hollow, and the reason in words."""
     for row in view.untimed:

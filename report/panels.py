@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocat
 
 from bench.records import Run, SummaryRow
 from report.kernel_time import COPIES_WORDS, draw_kinds, longest_profiled, name_kinds
-from report.lines import FEW, Lines, View, line_of, mark_untimed
+from report.lines import FEW, Lines, View, line_of, mark_untimed, named_in_title
 from report.picture import GREY, annotate, fitting_legend, framed, stamp, write_caption, write_title
 from report.statistics import NOISE, noise_band
 from report.wording import REHEARSAL_NOTICE, caption, floor_words, on_base
@@ -166,18 +166,18 @@ def panels_finding(view: View) -> str:
     """Say the speedups at the longest length that has one."""
     if view.run.rehearsal:
         return REHEARSAL_NOTICE
-    gpu = view.run.environment.gpu.name if view.run.environment.gpu else "the CPU"
+    gpu = view.run.environment.device
     rows = [row for row in view.timed if row.speedup and row.variant != BASELINE]
     if not rows:
         return f"No speedup measured on {gpu}"
     seq_len = max(row.seq_len for row in rows)
     rows = sorted((r for r in rows if r.seq_len == seq_len), key=lambda row: row.speedup or 0)
-    if len(rows) > FEW:  # the subject and the two fastest
-        rows = [row for row in rows[:-2] if row.variant == "fused_mlp"] + rows[-2:]
+    named = named_in_title([row.variant for row in rows])
     said = ", ".join(
         f"{title_of(row.variant)} "
         + ("within noise" if row.verdict == NOISE else f"{row.speedup:.2f}×")
         for row in rows
+        if row.variant in named
     )
     over = f"vanilla PEFT{on_base(view.run)}"
     return f"Speedup over {over} by the wall clock, at {seq_len} tokens on {gpu}:\n{said}"

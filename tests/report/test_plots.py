@@ -38,6 +38,7 @@ RUNS = {
     ),
     "suite all": example.run(example.ALL),
     "long names": example.run(LONG_NAMES, (64, 512), rounds=2),
+    "four long names": example.run(LONG_NAMES[-4:], (64, 512), rounds=2),
     "a graph": example.run(("vanilla_peft", "fused_mlp", "fused_layer_graph")),
     "close together": rounds(
         vanilla_peft=[300], fused_mlp=[126], full_unsloth=[109], a_newer_version=[100]
