@@ -7,7 +7,7 @@ from math import floor
 from typing import NamedTuple
 
 from bench.records import Run, SummaryRow
-from report.statistics import median_or_none, rows_by_variant_and_length
+from report.statistics import median_or_none, summarize
 from report.table import Column, number, table, thousands
 from report.wording import caption_with_commit, step_or_status, title_in
 
@@ -39,8 +39,8 @@ def _percent(share: float | None) -> str:
 def scaled(run: Run) -> list[Scaled]:
     """Return every variant at every length of a run on several GPUs."""
     found = []
-    for (variant, seq_len), row in rows_by_variant_and_length(run).items():
-        cells = run.cells_of(variant, seq_len, "ok")
+    for row in summarize(run):
+        cells = run.cells_of(row.variant, row.seq_len, "ok")
         efficiency = median_or_none(cell.efficiency for cell in cells)
         over_one = median_or_none(cell.efficiency_over_one for cell in cells)
         found.append(Scaled(run, row, efficiency, over_one))

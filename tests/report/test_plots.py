@@ -1,8 +1,9 @@
 """panels.png: what its four panels draw, say and mark, on made-up results."""
 
 from functools import cache
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 from cases import example_results as example
@@ -114,8 +115,10 @@ def test_speedups_come_with_intervals_the_line_at_one_and_the_band():
         assert f"{title_of(variant)}\n{rows[-1].speedup:.2f}×" in texts
     assert [1.0, 1.0] in [list(line.get_ydata()) for line in axes.lines]
     assert "vanilla PEFT" not in [line.get_label() for line in axes.lines]
-    bands = [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in axes.patches]
-    assert bands == [pytest.approx(summary.noise_band(run, n)) for n in example.SEQ_LENS]
+    bands = [(bar.get_center()[0], bar.get_y(), bar.get_y() + bar.get_height())
+             for bar in axes.patches]  # fmt: skip
+    assert bands == [pytest.approx((place, *summary.noise_band(run, n)))
+                     for place, n in enumerate(example.SEQ_LENS)]  # fmt: skip
     assert any("A/A" in text for text in words(axes))
     assert not panels(picture_of("a graph"))["speedup"].patches
 
@@ -148,6 +151,10 @@ def test_the_last_panel_is_the_gpus_time_at_the_longest_length():
     axes, run = panels(picture_of("four"))["kinds"], RUNS["four"]
     bar = next(bar for bar in bars(run, 512) if bar.variant == "fused_mlp")
     drawn = [each for each in axes.patches if each.get_y() == pytest.approx(1 - 0.78 / 2)]
+    begins = [0, *accumulate(each.get_width() for each in drawn)]  # one after another
+    assert [each.get_x() for each in drawn] == pytest.approx(begins[:-1])
+    idle_ms = [median(cell.step_ms) - cell.gpu_busy_ms for cell in run.cells_of("fused_mlp", 512)]
+    assert drawn.pop().get_width() == pytest.approx(median(idle_ms))
     drawn = [(each.get_width(), to_hex(each.get_facecolor())) for each in drawn]
     for kind, ms in kernel_time.drawn_ms(bar).items():
         assert (pytest.approx(ms), kernel_time.COLOURS[kind]) in drawn
