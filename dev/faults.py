@@ -161,6 +161,8 @@ FAULTS = (
           "if row.speedup and row.variant != \"vanilla_peft\"", "report", "benchmark_picture"),
     Fault("report/panels.py", "peaks[slot][0].seq_len, f\"{peaks[slot][1]:.1f}\"",
           "0, f\"{peaks[slot][1]:.1f}\"", "report", "plots"),
+    Fault("report/panels.py", "axes.bar(view.seq_lens.index(seq_len), high - low",
+          "axes.bar(len(bands) - 1, high - low", "report", "plots"),
     Fault("report/several_gpus_picture.py", "100 * (one.efficiency_over_one or 0)",
           "100 * (one.efficiency or 0)", "report", "several_gpus_report"),
     Fault("report/several_gpus.py", "floor(100 * least)", "round(100 * least)", "report",
@@ -192,6 +194,8 @@ FAULTS = (
     Fault("report/wording.py",
           "steps = from_to(sum(len(cell.step_ms) for cell in cells) for cells in timed)",
           "steps = from_to(len(cells[0].step_ms) for cells in timed)", "report", "wording"),
+    Fault("report/wording.py", "{values[-1]:.2f}", "{values[0]:.2f}", "report",
+          "benchmark_picture"),
     Fault("report/wording.py", "if high / low < 1.01", "if high - low < 1.01", "report",
           "benchmark_picture"),
     # --- the root ---
