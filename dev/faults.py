@@ -155,6 +155,8 @@ FAULTS = (
           "self.axes.plot([places[0]] * 2, ends", "report", "plots"),
     Fault("report/lines.py", "labels = [self.words(self.value(row)) for row in rows]",
           "labels = [self.words(self.value(row)) for row in rows[::-1]]", "report", "plots"),
+    Fault("report/benchmark_results.py", "axes.axhline(1.0", "axes.axhline(0.0", "report",
+          "benchmark_picture"),
     Fault("report/lines.py", "+ variants[-2:]", "+ variants[:2]", "report", "benchmark_picture"),
     Fault("report/benchmark_results.py",
           "if row.speedup and not variant_of(row.variant).is_baseline",
