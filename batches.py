@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a bad file should fail a
 
 T = TypeVar("T")
 IGNORED = -100  # the label that torch's cross_entropy skips
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,8 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     data = group("the data and the batches")
     add("--data",
         "chats: a file of JSON lines, JSON or parquet, or a data set of the hub as "
-        "ORGANISATION/NAME or ORGANISATION/NAME:SPLIT; each row with messages, ShareGPT's "
-        "conversations, prompt and completion, or Alpaca's instruction and output (default: "
-        "data/sft_train.jsonl)",
+        "ORGANISATION/NAME or ORGANISATION/NAME:SPLIT; each row with messages, prompt "
+        "and completion, or ShareGPT's conversations (default: data/sft_train.jsonl)",
         default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA", to=data)  # fmt: skip
     add("--seq-lens", "tokens per sequence", nargs="+", type=int, metavar="N", to=data)
     add("--batch-size", "sequences per step", type=int, metavar="N", to=data)

@@ -41,7 +41,7 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
     source = resolve(str(asked.model), asked.cache.resolve(), asked.seed)
     if not (asked.cache / "data").is_dir():
         check_writable("--cache", asked.cache)
-    data = chats.gather(asked.data, asked.cache, None if source.config else source.folder)
+    data = chats.gather(asked.data, asked.cache)
     check_model(source, asked)
     folder = run_folder(asked, source, data)
     with locked(folder):

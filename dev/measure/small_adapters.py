@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         dpo_steps = min(DPO_STEPS, defaults["pairs"] // PAIRS_A_STEP)
         adapters += [TrainedAdapter(DPO_LR, n, is_dpo=True) for n in range(1, dpo_steps + 1)]
         sizes = {name: defaults[name] for name in ("device", "batches", "rows", "seq_len", "pairs")}
-        data = gather(given.data, given.cache, None if source.config else source.folder)
+        data = gather(given.data, given.cache)
         if (there := len(read_chats(data))) < (least := sizes["pairs"] + APART):
             raise ValueError(
                 f"--data {given.data}: too few chats ({there}); wanted {least} or more; add some"
