@@ -114,7 +114,7 @@ def _read(path: Path) -> Iterator[tuple[str, Any]]:
     is_array = data.lstrip().startswith(b"[")
     for where, text in [("the file", data)] if is_array else _numbered(data.split(b"\n"), "line"):
         try:
-            value = json.loads(text.decode()) if text.strip() else None
+            value: Any = json.loads(text.decode()) if text.strip() else None
         except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number too long
             said = f"{where}: not JSON ({error})"
             raise ValueError(f"--data {path}, {said}; wanted {WANTED} a line") from None
