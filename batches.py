@@ -219,25 +219,6 @@ def make_batches(
     return list(islice(_labelled(batches, twice_around), count))
 
 
-def passes_over(
-    tokenized: list[TokenizedExample],
-    seq_len: int,
-    batch_size: int,
-    count: int,
-    padded: bool = False,
-    documents: bool = False,
-) -> float:
-    """Return how often `make_batches` goes through the chats. Above 1 it repeats them."""
-    lengths, tokens = [len(one.input_ids) for one in tokenized], batch_size * seq_len
-    if padded:
-        return count * batch_size / len(lengths)
-    if documents:
-        from fused_lora.packing import pack
-
-        return count / len(pack([min(length, tokens) for length in lengths if length], tokens))
-    return count * tokens / sum(lengths)
-
-
 def _endless(items: list[T], order: random.Random) -> Iterator[T]:
     places = list(range(len(items)))
     while True:

@@ -4,8 +4,6 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from errno import ENOSPC
-from typing import Any
 
 from rich.markup import escape
 
@@ -27,8 +25,6 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
     if todo:
         run.finished_utc = None
     say_unavailable(plan, todo)
-    if todo:
-        say_repeated(plan)
     if todo and sys.dont_write_bytecode:
         console.print("PYTHONDONTWRITEBYTECODE is set: if processes start slowly, unset it.")
 
@@ -86,18 +82,8 @@ def now() -> str:
 
 
 def prepare(plan: Plan, say: Callable[[str], None]) -> None:
-    """Make what every cell needs, in a process.
-
-    Raises:
-        RuntimeError: it failed. A full disk is an OSError that names the file.
-    """
-
-    def on_message(message: dict[str, Any]) -> None:
-        if "full" in message:
-            raise OSError(ENOSPC, os.strerror(ENOSPC), message["full"])
-        say(message["doing"])
-
-    must(isolated.run(prepare_run, plan, on_message=on_message))
+    """Make what every cell needs, in a process. Raises RuntimeError if it failed."""
+    must(isolated.run(prepare_run, plan, on_message=lambda message: say(message["doing"])))
 
 
 def must(ended: isolated.Ended) -> None:
@@ -114,16 +100,6 @@ def say_unavailable(plan: Plan, todo: Cells) -> None:
             titles.setdefault(reason, []).append(title_of(variant))
     for reason, those in titles.items():
         console.print(escape(f"{', '.join(those)}: {reason}."), soft_wrap=True)
-
-
-def say_repeated(plan: Plan) -> None:
-    """Say once at which lengths there are too few chats for a round's steps."""
-    passes = {seq_len: plan.passes_over_data(seq_len) for seq_len in plan.seq_lens}
-    if often := [f"{n:.1f} times at {seq_len} tokens" for seq_len, n in passes.items() if n > 1]:
-        console.print(
-            f"Too few chats: a round's {plan.steps} steps use each {', '.join(often)}. Give more "
-            "with --data, or fewer --steps.", soft_wrap=True,
-        )  # fmt: skip
 
 
 def expected_time(plan: Plan) -> str:

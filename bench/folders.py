@@ -3,16 +3,12 @@
 import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from errno import ENOSPC
 from pathlib import Path
 
 LOCK = ".lock"
 UNFINISHED = ".*.tmp"
-LEFT_ON_A_FULL_DISK = 2**16  # bytes: less than the smallest write that fails
-LOG = ".lora-bench-"  # begins the names of processes' output files
 
 
 @contextmanager
@@ -59,9 +55,6 @@ def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
 
     It is locked meanwhile, unlike what a killed process leaves. If another process has put a folder
     at `path`, that one stays.
-
-    Raises:
-        OSError: it cannot be written. If the disk is full the error names `path`, whoever wrote.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     number = 0
@@ -83,37 +76,14 @@ def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
         except OSError:
             if not (is_folder and path.is_dir()):
                 raise
-    except Exception as error:
-        if _is_full(error, path.parent):
-            raise OSError(ENOSPC, os.strerror(ENOSPC), str(path)) from None
-        raise
     finally:
         _remove(unfinished)
         os.close(lock)
 
 
-def locked_log() -> "tempfile._TemporaryFileWrapper[bytes]":
-    """Open a file for a process's output. It is locked until it closes, and then it is gone.
-    Without a lock such a file is a killed run's."""
-    while True:
-        log = tempfile.NamedTemporaryFile(prefix=LOG, suffix=".log")  # noqa: SIM115
-        fcntl.flock(log, fcntl.LOCK_EX)
-        if os.fstat(log.fileno()).st_nlink:
-            return log
-        with suppress(FileNotFoundError):  # a starting run has removed it
-            log.close()
-
-
-def _is_full(error: Exception, folder: Path) -> bool:
-    """Return True if a disk is full. Libraries wrap that error in various types."""
-    says_so = getattr(error, "errno", None) == ENOSPC or os.strerror(ENOSPC) in str(error)
-    return says_so or shutil.disk_usage(folder).free < LEFT_ON_A_FULL_DISK
-
-
 def remove_unfinished(folder: Path, cache: Path) -> None:
-    """Remove half-written files of killed runs from a run's folder and a cache, and their logs."""
-    left = [*folder.glob(UNFINISHED), *cache.glob(f"*/{UNFINISHED}")]
-    for path in (*left, *Path(tempfile.gettempdir()).glob(f"{LOG}*")):
+    """Remove half-written files of killed runs from a run's folder and a cache."""
+    for path in (*folder.glob(UNFINISHED), *cache.glob(f"*/{UNFINISHED}")):
         with suppress(OSError):  # somebody else's
             if (lock := _lock_of(path)) is not None:
                 _remove(path)

@@ -14,7 +14,7 @@ from bench.folders import check_writable, locked, remove_unfinished
 from bench.option_checks import check_options
 from bench.options import fill_in, variants_of
 from bench.records import Run
-from bench.run_folder import command_beside, run_folder
+from bench.run_folder import run_folder
 from bench.weights import (
     Source,
     check_architecture,
@@ -60,8 +60,7 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
             recorded(argv), machine.environment(), planned_experiment(plan), rehearsal
         )
         path = folder / "results.json"
-        beside = f"this command measures beside it: {command_beside(argv[1:], folder)}"
-        run = store.continue_from(path, fresh, beside)
+        run = store.continue_from(path, fresh)
         # the last check: wrong arguments are reported whoever else is on the GPU
         if others := options.others_on_gpu(plan.device, plan.allow_shared_gpu, plan.gpus):
             raise ValueError(others)
@@ -135,11 +134,9 @@ def check_lengths(plan: "Plan") -> None:
     """Raise ValueError for a length too short to reach an answer, where nothing is trained."""
     for seq_len in plan.seq_lens:
         if not plan.trains_at(seq_len):
-            works = plan.shortest_from(seq_len + 1)
-            wanted = f"give {works} or more" if works else "give other --data"
             raise ValueError(
                 f"--seq-lens {seq_len}: no row of --data reaches far enough into an answer to "
-                f"train every adapter; {wanted}"
+                "train every adapter; give more, or other --data"
             )
 
 

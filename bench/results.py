@@ -128,12 +128,12 @@ def decode(data: bytes) -> Run:
 # --- continuing and merging -----------------------------------------------------------------------
 
 
-def continue_from(path: str | Path, fresh: Run, instead: str = "give another --out") -> Run:
+def continue_from(path: str | Path, fresh: Run) -> Run:
     """Return the run in this file, widened to what `fresh` asks for, or `fresh` without a file.
 
     Only the same experiment on the same machine may continue. Variants, lengths and rounds may
     grow, but not the steps of a round. A package that one of the runs lacks measured nothing there
-    and is no difference. Any other difference is a ValueError that says what to do `instead`.
+    and is no difference. Any other difference is a ValueError.
     """
     path = Path(path)
     if not path.exists():
@@ -141,7 +141,7 @@ def continue_from(path: str | Path, fresh: Run, instead: str = "give another --o
     earlier = load(path)
     if differences := _differences(earlier, fresh):
         differing = f"{path} holds another run: {first_few(differences)}"
-        raise ValueError(f"{differing}; {instead}")
+        raise ValueError(f"{differing}; give another --out")
     _widen(earlier, fresh)
     return earlier
 

@@ -254,7 +254,7 @@ def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
         ("no such folder", "--model", "nowhere/at/all"),
         ("nowhere.jsonl", "--data", "nowhere.jsonl"),
         ("cannot be written", "--cache", "/proc/x"),
-        (f"--seq-lens 3: {no_answer}; give 6 or more\n", *late),
+        (f"--seq-lens 3: {no_answer}; give more, or other --data\n", *late),
     ):
         assert words in bad(capsys, out, *arguments)
     out.mkdir()

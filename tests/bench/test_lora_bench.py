@@ -13,13 +13,12 @@ from functools import partial
 
 import pytest
 from cases import example_results as example
-from cases.rehearsal_case import ROOT, WITHOUT_GPU, InThread, plan_of, small
+from cases.rehearsal_case import ROOT, WITHOUT_GPU, InThread, small
 
 import lora_bench
 from bench import cells, option_checks, options, published
 from bench import processes as isolated
 from bench import results as store
-from bench.experiment import say_repeated
 from bench.records import Cell
 from bench.stages import stages_line
 
@@ -87,7 +86,7 @@ def test_a_finished_run_measures_nothing_again(rehearsal, command, monkeypatch, 
     assert after.cells == before.cells
     said = capsys.readouterr().out
     assert "One round gives numbers without verdicts" in said
-    assert re.search(r"tokens +variant +ms a step *\n", said) and "Too few chats" not in said
+    assert re.search(r"tokens +variant +ms a step *\n", said)
     assert {row.verdict for row in after.summary} == {None}
 
 
@@ -117,12 +116,6 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
     assert results.stages_s.start > 0 and results.stages_s.steps > 0
     assert lora_bench.main(asked) == 0  # everything exists: it draws no new weights
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
-
-
-def test_chats_that_are_too_few_for_the_length_are_named(tmp_path, capsys):
-    say_repeated(plan_of(tmp_path, "--seq-lens", "16", "2048"))
-    said = "Too few chats: a round's 4 steps use each 1.8 times at 2048 tokens. Give more with"
-    assert said in capsys.readouterr().out
 
 
 # --- stops ----------------------------------------------------------------------------------------

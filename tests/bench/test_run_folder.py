@@ -5,7 +5,6 @@ import shlex
 
 import pytest
 from cases import example_results as example
-from cases.one_line import refused
 from cases.rehearsal_case import ROOT
 from test_command_line import GIVEN, words_for
 
@@ -104,18 +103,3 @@ def test_no_setting_that_keeps_runs_apart_is_lost(plan, tmp_path):
     assert other != path
     _, path, _ = plan("--model", "Qwen/" + "x" * 200, save=False)
     assert len(path.parent.name) < 140
-
-
-def test_another_run_in_the_folder_that_is_asked_for_offers_the_command_that_goes_on(
-    plan, tmp_path
-):
-    plan("--out", "mine")
-    other = ["--seed", "1", "--data", "my_chats.jsonl"]
-    error = refused(plan, *other, "--out", "mine")
-    said, _, command = error.partition("; this command measures beside it: ")
-    assert said.startswith("mine/results.json holds another run: weights random, seed 0 there, ")
-    assert shlex.split(command)[:2] == ["python", "lora_bench.py"]
-    _, path, there = plan(*shlex.split(command)[2:])
-    assert path.parent.name == "mine-2" and not there
-    assert refused(plan, *other, "--seed", "2", "--out=mine").endswith("--out mine-3")
-    plan("--out", ".")
