@@ -224,7 +224,7 @@ def test_a_step_faster_than_the_floor_of_its_own_precision_is_an_error(
         "fp32": 2000,
     }.items():
         run.keep_floors(precision, {512: Floor(ms, [ms])})
-    cell = example.timed_cell(variant, 512, 1, [step_ms] * 3)
+    cell = example.timed_cell(variant, 512, 1, [step_ms, step_ms, 9e3])
     runner = Runner(SimpleNamespace(), run, print, print, print, Stopwatch(run))
     runner.keep(cell)
     assert (cell.status == "ok") is is_possible

@@ -5,14 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from cases import example_results as example
-from cases.rehearsal_case import ROOT, small
+from cases.rehearsal_case import ROOT, plan_of, small
 
 import lora_bench
 from batches import sha256_of
 from bench import machine, option_checks, options, planning, published
 from bench import results as store
+from bench.experiment_records import Tokens
 from bench.weights import resolve
 from variants import EXPERIMENT_ON_NF4
 
@@ -374,3 +376,17 @@ def test_help_names_every_option_with_its_default_and_every_variant(capsys):
 def test_the_command_is_recorded_without_the_folders_it_wrote_to():
     argv = ["/some/where/lora_bench.py", "--out", "/my/own", "--seq-lens", "64", "--cache=/mine"]
     assert planning.recorded(argv) == ["lora_bench.py", "--seq-lens", "64"]
+
+
+def test_a_command_becomes_its_plan_and_is_recorded_as_planned(tmp_path):
+    plan = plan_of(tmp_path, "--rank", "8", "--steps", "6", "--rounds", "2", "--accumulate", "3",
+                   "--seq-lens", "32", "16", "--checkpointing", "off", "--seed", "4")  # fmt: skip
+    assert (plan.steps, plan.rounds, plan.seq_lens) == (3, 2, (16, 32))
+    assert (plan.lora.rank, plan.lora.alpha, plan.lora.targets) == (8, 16, options.TARGETS)
+    found = planning.planned_experiment(plan)
+    assert (found.steps, found.rounds, found.seq_lens, found.accumulate) == (6, 2, [16, 32], 3)
+    assert (found.checkpointing, found.seed, found.lora) == ("off", 4, plan.lora)
+    assert found.data_sha256 == sha256_of(plan.data)
+    assert found.tokens_a_step(16) == 3 * 4 * 16
+    half = msgspec.structs.replace(found, gpus=2, tokens={16: Tokens(padding=0.25, labelled=0.5)})
+    assert half.tokens_a_step(16) == 2 * 3 * 4 * 16 * 0.75

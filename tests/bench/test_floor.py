@@ -48,9 +48,10 @@ def work(step):
     return counted.flops, counted.copied_bytes
 
 
-def test_every_frozen_product_is_done_once_forward_and_once_backward():
+def test_every_frozen_product_is_done_once_forward_and_once_backward(monkeypatch):
     """Check the recomputation too: each layer's forward without its down projection. After its
     attention the last layer runs for the labelled tokens alone."""
+    monkeypatch.setattr(FrozenOperations, "LM_HEAD_CHUNK", 2)  # three of them, the last of one row
     tokens, labelled = 2 * 8, 5
     shape = Shape.of(CONFIG)
     assert (shape.layers, shape.head_dim, shape.qkv) == (3, 8, (4 + 2 * 2) * 8)

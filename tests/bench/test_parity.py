@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from cases.peft_models import assert_equal
@@ -12,9 +13,6 @@ from batches import Batch
 from bench.cells import Block
 from bench.fp8_products import fp8_products
 from bench.parity import (
-    LIMIT,
-    LOSS_FLOOR,
-    SCALE_LIMIT,
     Reference,
     check_parity,
     dequantise,
@@ -23,7 +21,7 @@ from bench.parity import (
 )
 from bench.preparing import prepare_run
 from models import Built
-from variants import Settings
+from variants import Lora, Settings
 
 LOSSES = [4.0, 5.0]
 
@@ -64,6 +62,7 @@ NOISY = {"gradient_error": 0.15}  # a gradient that is a tenth too long would hi
 SHORT = {**NOISY, "scale": 0.98}
 EXACT, UNEVEN = {"loss_errors": (0.0, 0.0)}, {"loss_errors": (0.01, 0.002)}
 INSIDE, OUTSIDE = 0.99, 1.01
+LIMIT, SCALE_LIMIT, LOSS_FLOOR = 1.5, 0.03, 2.0**-11  # a change of these is one of what we publish
 
 
 @pytest.mark.parametrize(
@@ -261,7 +260,8 @@ def test_fp8_has_a_reference_of_its_own_with_the_same_truth():
     bf16, fp8 = (make_reference(built(Based()), BATCHES, is_fp8) for is_fp8 in (False, True))
     assert fp8.losses == bf16.losses
     assert_equal(fp8.gradients, bf16.gradients)
-    assert (fp8.scale_limit, fp8.loss_floor) != (bf16.scale_limit, bf16.loss_floor)
+    assert (bf16.scale_limit, bf16.loss_floor) == (SCALE_LIMIT, LOSS_FLOOR)
+    assert (fp8.scale_limit, fp8.loss_floor) == (0.15, 8 * LOSS_FLOOR)
     for name, error in fp8.gradient_errors.items():
         assert 2 * bf16.gradient_errors[name] < error < 0.2
 
@@ -297,6 +297,22 @@ def test_a_run_makes_a_reference_for_each_precision_of_its_variants(tmp_path):
     plan.reference_file(True).unlink()
     assert not plan.is_prepared()
     assert replace(plan, variants=("fused_layer",)).is_prepared()
+
+
+def test_a_reference_is_named_after_all_that_it_rests_on_and_nothing_else(tmp_path):
+    plan = plan_of(tmp_path, "--seq-lens", "16", "--batch-size", "2")
+    (others := tmp_path / "others.jsonl").write_text(plan.data.read_text() * 2)
+    changed = [
+        {"seed": 1}, {"padded": True}, {"documents": True}, {"base": "nf4"}, {"device": "cuda"},
+        {"seq_lens": (24, 32)}, {"data": others}, {"lora": Lora(rank=8)},
+        {"source": replace(plan.source, folder=tmp_path)},
+    ]  # fmt: skip
+    files = [replace(plan, **one).reference_file() for one in ({}, *changed)]
+    files.append(plan.reference_file(fp8=True))
+    assert len({*files}) == len(changed) + 2
+    for same in ({"steps": 9}, {"batch_size": 1}, {"seq_lens": (16, 32)}, {"variants": ("a",)},
+                 {"lora": msgspec.structs.replace(plan.lora, dropout=0.5)}):  # fmt: skip
+        assert replace(plan, **same).reference_file() == files[0]
 
 
 # --- a base in 4 bits -----------------------------------------------------------------------------

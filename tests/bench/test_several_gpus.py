@@ -6,6 +6,7 @@ One test starts the command's own processes. The others do not.
 import multiprocessing
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,16 +19,16 @@ from test_trainer import FakeClock, Line, make_batches
 
 import lora_bench
 from batches import token_shares
-from bench import planning
+from bench import cells, planning
 from bench import processes as isolated
 from bench import results as store
 from bench.cells import Block
 from bench.experiment import run_experiment
 from bench.ranks import Ranks
-from bench.records import Cell
+from bench.records import Cell, GpuTimes
 from fused_lora.step.graph import EAGER_CALLS
 from models import Graph
-from trainer import MIN_WARMUP_STEPS, Trainer
+from trainer import MIN_WARMUP_STEPS, Timings, Trainer
 
 pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
 
@@ -123,6 +124,42 @@ def test_two_train_as_one_that_accumulates_the_batches_of_both(is_graph, accumul
         alone = trainer_of(is_graph, accumulate)
         alone.run(make_batches(*OWN[rank]), steps=4 // accumulate)
         assert torch.equal(one["alone"][1], alone.model.weight.detach())
+
+
+APART = ["adapters", "meet", 0, "meet", 1, "meet", "adapters", 0, 1, "meet"]
+TOGETHER = ["adapters", "together"]
+
+
+@pytest.mark.parametrize(("number", "wanted"), [(1, APART + TOGETHER), (2, TOGETHER + APART)])
+def test_all_begin_each_step_together_and_one_alone_waits_for_nobody(number, wanted, monkeypatch):
+    """Begin odd rounds apart, even ones together, each with the first adapters."""
+    events = []
+
+    class FakeTrainer:
+        def run(self, batches, steps, on_step, before_step):
+            for done in range(steps):
+                before_step(done)
+                events.append(done)
+            return Timings(None, step_ms=[1.0])
+
+    monkeypatch.setattr(cells, "_trainer_of", lambda *_: FakeTrainer())
+    monkeypatch.setattr(cells.models, "set_adapters", lambda *_: events.append("adapters"))
+    timed = example.timed_cell("vanilla_peft", 16, number, [9.0])
+    monkeypatch.setattr(cells, "_measure", lambda *_: events.append("together") or timed)
+    ranks = SimpleNamespace(meet=lambda: events.append("meet"), gather=lambda own: [own] * 2,
+                            together=None, alone=None)  # fmt: skip
+    plan = SimpleNamespace(device="cpu", timed_batches=lambda _: [], steps=2, gpu=0, seed=0)
+    built = SimpleNamespace(model=None)
+    cell = cells._measure_on_all(plan, timed, built, print, ranks)
+    assert events == wanted
+    assert [one.unsynchronised_ms for one in cell.gpus] == [[1.0], [1.0]]
+
+
+def test_the_efficiency_of_several_gpus():
+    gpus = [GpuTimes("a", [9.0, 4.0, 3.0], [2.0], [2.0, 9.0, 1.0]), GpuTimes("b", [4.0], [4.0])]
+    cell = example.timed_cell("vanilla_peft", 16, 1, [4.0], gpus=gpus)
+    assert cell.efficiency == pytest.approx((1 / 4 + 1 / 4) / (1 / 2 + 1 / 4))
+    assert cell.efficiency_over_one == pytest.approx((1 / 4 + 1 / 4) / (2 / 2))
 
 
 # --- what fails on one of them --------------------------------------------------------------------
