@@ -36,7 +36,11 @@ def gather(data: str, cache: Path) -> Path:
     path = Path(data)
     is_file = path.exists() or path.suffix in (".jsonl", ".json", ".parquet")
     hub = None if is_file else HUB_NAME.fullmatch(data)
-    rows = _numbered(_download(hub[1], hub[2], cache / "hub")) if hub else _read(path)
+    rows = (
+        _numbered(_data_set(data, hub[1], split=hub[2] or "train", cache_dir=str(cache / "hub")))
+        if hub
+        else _read(path)
+    )
     written = []
     for where, row in rows:
         try:
@@ -108,7 +112,9 @@ def _read(path: Path) -> Iterator[tuple[str, Any]]:
             f"--data {path}: no file to read; give chats as JSON lines, or a data set of the hub"
         )
     if path.suffix == ".parquet":
-        yield from _numbered(_parquet(path))
+        # streamed: the library's own cache goes by a file's time alone
+        how = {"data_files": str(path), "split": "train", "streaming": True}
+        yield from _numbered(_data_set(str(path), "parquet", **how))
         return
     data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     is_array = data.lstrip().startswith(b"[")
@@ -124,39 +130,19 @@ def _read(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, value
 
 
-def _parquet(path: Path) -> Iterable[dict[str, Any]]:
-    datasets = _quiet_datasets()
-    try:
-        # streamed: the library's own cache goes by a file's time alone
-        return list(datasets.Dataset.from_parquet(str(path), streaming=True))
-    except Exception as error:  # pyarrow raises many kinds
-        raise ValueError(
-            f"--data {path}: not parquet ({_one_line(error.__cause__ or error)}); give parquet, "
-            "or chats as JSON lines"
-        ) from None
-
-
-def _download(name: str, split: str | None, cache: Path) -> Iterable[dict[str, Any]]:
-    datasets = _quiet_datasets()
-    try:
-        return datasets.load_dataset(name, split=split or "train", cache_dir=str(cache))
-    except Exception as error:  # offline, unknown, gated, no such split: its words say which
-        raise ValueError(
-            f"--data {name}: not a file, and not to be had from the hub ({_one_line(error)}); "
-            "give chats as JSON lines, or ORGANISATION/NAME:SPLIT"
-        ) from None
-
-
-def _quiet_datasets() -> Any:
-    """Import the library, which takes a second, without its progress bars and warnings."""
-    import datasets
+def _data_set(data: str, name: str, **how: Any) -> Iterable[dict[str, Any]]:
+    """Load what `datasets` calls `name`, without the library's progress bars and warnings."""
+    import datasets  # takes a second
     import huggingface_hub
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     huggingface_hub.logging.set_verbosity_error()
-    return datasets
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    try:
+        return list(datasets.load_dataset(name, **how))
+    except Exception as error:  # offline, unknown, gated, no parquet: its words say which
+        said = " ".join(str(error.__cause__ or error).split())[:200] or type(error).__name__
+        raise ValueError(
+            f"--data {data}: no such data set ({said}); give a file of JSON lines or parquet, or "
+            "ORGANISATION/NAME:SPLIT of the hub"
+        ) from None

@@ -3,12 +3,15 @@
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 LOCK = ".lock"
 UNFINISHED = ".*.tmp"
+UNTOUCHED_S = 24 * 3600
 
 
 @contextmanager
@@ -51,24 +54,14 @@ def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
 
 @contextmanager
 def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
-    """Give an empty file or folder next to `path` and move it there when the context ends.
+    """Give a free name next to `path`, or an empty folder, and move it there when the context ends.
 
-    It is locked meanwhile, unlike what a killed process leaves. If another process has put a folder
-    at `path`, that one stays.
+    If another process has put a folder at `path`, that one stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    number = 0
-    while True:
-        number += 1
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}-{number}.tmp")
-        with suppress(FileExistsError):
-            unfinished.mkdir() if is_folder else unfinished.touch(exist_ok=False)
-            try:
-                lock = _lock_of(unfinished)
-            except OSError:  # the file system has no locks; nothing is removed there
-                lock = os.open(unfinished, os.O_RDONLY)
-            if lock is not None:
-                break  # else a starting run removed it before we locked it
+    unfinished = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
+    if is_folder:
+        unfinished.mkdir()
     try:
         yield unfinished
         try:
@@ -78,32 +71,15 @@ def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
                 raise
     finally:
         _remove(unfinished)
-        os.close(lock)
 
 
 def remove_unfinished(folder: Path, cache: Path) -> None:
-    """Remove half-written files of killed runs from a run's folder and a cache."""
+    """Remove half-written files of killed runs from a run's folder and a cache: nobody has written
+    to them for a day."""
     for path in (*folder.glob(UNFINISHED), *cache.glob(f"*/{UNFINISHED}")):
-        with suppress(OSError):  # somebody else's
-            if (lock := _lock_of(path)) is not None:
+        with suppress(OSError):  # somebody else's, or gone
+            if time.time() - path.stat().st_mtime > UNTOUCHED_S:
                 _remove(path)
-                os.close(lock)
-
-
-def _lock_of(path: Path) -> int | None:
-    """Lock a file or folder and return what to close. None: somebody else has it, or it is gone."""
-    try:
-        lock = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(lock).st_nlink:
-            return lock
-    except BlockingIOError:
-        pass
-    os.close(lock)
-    return None
 
 
 def _remove(path: Path) -> None:

@@ -39,19 +39,15 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
     asked = fill_in(arguments)
     check_options(asked)
     source = resolve(str(asked.model), asked.cache.resolve(), asked.seed)
-    if not (asked.cache / "data").is_dir():
-        check_writable("--cache", asked.cache)
+    check_writable("--cache", asked.cache)
     data = chats.gather(asked.data, asked.cache)
     check_model(source, asked)
     folder = run_folder(asked, source, data)
     with locked(folder):
         remove_unfinished(folder, asked.cache)
-        if not source.is_there():
-            check_writable("--cache", asked.cache)
         plan = make_plan(asked, source, data)
         if not plan.is_prepared():
             check_architecture(source, plan.lora.targets)
-            check_writable("--cache", plan.cache)
         check_lengths(plan)
         if plan.documents:
             check_documents(source)

@@ -91,28 +91,14 @@ def load(path: str | Path) -> Run:
     path = Path(path)
     data = path.read_bytes()
     try:
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
-        schema = msgspec.json.decode(data, type=_Header).schema_version
-    except msgspec.ValidationError:
-        schema = None
+        return decode(gzip.decompress(data) if path.suffix == ".gz" else data)
     except UNREADABLE as error:
         problem = f"{path} is not whole JSON ({error})"
         raise ValueError(f"{problem}: restore it, or delete it and measure again") from None
-    if schema is None:
-        raise ValueError(f"{path} has no schema_version, so it is not ours: give another path")
-    if schema != 2:
-        raise ValueError(
-            f"{path} has schema {schema}, this version writes 2: give another --out, or delete "
-            "that file"
-        )
-    try:
-        return decode(data)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}: restore it, or delete it and measure again") from None
-
-
-class _Header(msgspec.Struct):
-    schema_version: Any = None
+        raise ValueError(
+            f"{path}: {error}: give another path, or restore it, or delete it and measure again"
+        ) from None
 
 
 def decode(data: bytes) -> Run:

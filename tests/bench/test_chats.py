@@ -76,7 +76,9 @@ def test_an_array_and_parquet_name_the_chat_that_is_wrong(tmp_path):
     assert said.startswith(f"--data {parquet}, chat 20: no assistant message")
     parquet.write_text("no parquet")
     said = refused(gather, str(parquet), tmp_path)
-    assert said.startswith(f"--data {parquet}: not parquet (") and "; give parquet" in said
+    assert (
+        said.startswith(f"--data {parquet}: no such data set (Parquet magic") and "; give" in said
+    )
     torn = json.dumps(rows[:2], indent=1)[:-20]
     assert re.search(r", the file: not JSON \(.*line \d\d", refused(gathered, tmp_path, torn))
 
@@ -142,7 +144,7 @@ def test_a_file_without_chats_is_an_error(tmp_path, text):
     [
         ("nowhere.jsonl", "no file to read; give chats as JSON lines, or a data set of the hub"),
         (str(DATA), "no file to read"),
-        ("some-one/nothing", "not a file, and not to be had from the hub (Couldn't reach"),
+        ("some-one/nothing", "no such data set (Couldn't reach"),
     ],
 )
 def test_data_that_is_not_there_is_an_error(tmp_path, monkeypatch, data, said):

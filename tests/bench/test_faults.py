@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import time
 from functools import partial
 
 import pytest
@@ -133,7 +134,7 @@ def test_a_disk_that_fails_leaves_what_was_saved(run_cells, tmp_path, monkeypatc
     assert len(before) == 2 and after[:2] == before and len(after) == 4
 
 
-def test_the_next_start_removes_what_a_killed_run_left_and_nothing_that_is_written(tmp_path):
+def test_a_start_a_day_later_removes_what_a_killed_run_left_and_nothing_that_is_written(tmp_path):
     cache, out = tmp_path / "cache", tmp_path / "out"
     places = [(cache / "models" / "tiny", True), (cache / "parity" / "a.pt", False),
               (cache / "data" / "a.jsonl", False), (out / "results.json", False)]  # fmt: skip
@@ -142,10 +143,12 @@ def test_the_next_start_removes_what_a_killed_run_left_and_nothing_that_is_writt
             for path, is_folder in places:
                 unfinished = held.enter_context(folders.unfinished_beside(path, is_folder))
                 (unfinished / "part" if is_folder else unfinished).write_text("half of it")
+                os.utime(unfinished, (0, time.time() - 25 * 3600))
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     other = cache / "models" / "other"
     with folders.unfinished_beside(other, True) as written:
+        os.utime(written, (0, time.time() - 23 * 3600))
         assert len(list(tmp_path.rglob("*.tmp"))) == 5
         folders.remove_unfinished(out, cache)
         assert list(tmp_path.rglob("*.tmp")) == [written]
