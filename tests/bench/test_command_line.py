@@ -186,7 +186,7 @@ TINY = json.loads((ROOT / "configs" / "tiny.json").read_text())
         (json.dumps(TINY | {"hidden_size": "wide"}), "its hidden_size is 'wide'"),
         (json.dumps(TINY | {"model_type": "abacus"}), "transformers does not take it ("),
         (json.dumps(TINY | {"vocab_size": 100}), "vocab_size is 100, its tokenizer has 4096"),
-        (json.dumps(TINY | {"pad_token_id": 32000}), "its pad_token_id 32000 is beyond its vocab"),
+        (json.dumps(TINY | {"pad_token_id": 4096}), "its pad_token_id 4096 is beyond its vocab_"),
         (json.dumps(TINY | {"num_attention_heads": 4, "num_key_value_heads": 3}),
          "4 attention heads are no multiple of 3 heads of k and v"),
         (json.dumps(TINY | {"head_dim": 15}), "its heads have 15 channels"),

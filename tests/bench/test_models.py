@@ -77,7 +77,8 @@ def test_vanilla_is_peft_as_it_ships(told, checkpoint, device, monkeypatch):
     frozen = [p for p in built.model.parameters() if not p.requires_grad]
     assert all(p.dtype == torch.bfloat16 for p in frozen)
     assert built.model.training
-    assert built.model.base_model.model.model.layers[0].gradient_checkpointing
+    layer = built.model.base_model.model.model.layers[0]
+    assert layer.gradient_checkpointing and layer.mlp.up_proj.scaling == {"default": 8 / 4}
 
 
 def test_a_base_in_nf4_is_qloras_and_leaves_the_rest_as_it_is(checkpoint, device, vanilla):

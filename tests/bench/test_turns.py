@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import example_results as example
 from cases.rehearsal_case import WITHOUT_GPU, InThread, plan_of, small
+from msgspec.structs import replace
 
 import lora_bench
 import trainer
@@ -16,7 +17,7 @@ from bench import results as store
 from bench.profiler import Profile
 from bench.records import Cell, Parity
 from bench.stages import Stopwatch
-from variants import Lora
+from variants import Lora, Settings
 
 pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
 VARIANTS = ["vanilla_peft", "fused_mlp"]
@@ -236,6 +237,24 @@ def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, m
         cells._measure(asked, cell, FakeTrainer(), lambda _: None, wait_for_turn)
     assert events == wanted
     assert counted == [3]  # others are counted beside those of ours that still run
+
+
+def test_a_process_builds_once_and_each_cell_begins_with_the_first_adapters(monkeypatch):
+    events, built = [], SimpleNamespace(model=None, settings=Settings(), fused_modules=[])
+
+    def note(event, result):
+        return lambda *_: events.append(event) or result
+
+    def measure(plan, cell, *_):
+        events.append(cell.seq_len)
+        return replace(cell, status="ok", step_ms=[1.0])
+
+    monkeypatch.setattr(cells, "_build_and_check", note("build", (built, Parity(passed=True))))
+    monkeypatch.setattr(cells.models, "set_adapters", note("adapters", None))
+    monkeypatch.setattr(cells, "_trainer_of", note("trainer", object()))
+    monkeypatch.setattr(cells, "_measure", measure)
+    cells.measure_cells(print, plan(seed=0), "vanilla_peft", [(1, 16), (2, 16), (1, 24)])
+    assert events == ["build", "trainer", 16, "adapters", 16, "adapters", "trainer", 24]
 
 
 @pytest.mark.slow
