@@ -8,7 +8,12 @@ from datetime import UTC, datetime
 from rich.markup import escape
 
 from bench import processes as isolated
-from bench.options import QUICK_MINUTES, others_on_gpu, why_unavailable
+from bench.options import (
+    PUBLISHED_MINUTES,
+    QUICK_MINUTES,
+    others_on_gpu,
+    why_unavailable,
+)
 from bench.plan import Plan
 from bench.preparing import measure_floor, measure_kernels, prepare_run
 from bench.records import Kernels, Run
@@ -104,17 +109,16 @@ def say_unavailable(plan: Plan, todo: Cells) -> None:
 
 def expected_time(plan: Plan) -> str:
     """Say how long a quick run takes, or a run of a published setting."""
-    lengths = " and ".join(map(str, plan.seq_lens))
-    if plan.published:
+    if setting := plan.published:
         return (
-            f"{plan.source.name} in the setting of {plan.published.page.name}: {plan.batch_size} x "
-            f"{lengths} tokens, {plan.accumulate} times a step; {len(plan.variants)} variants, "
-            f"{plan.steps} steps each: about {plan.published.minutes:.0f} minutes on an "
-            f"{plan.published.gpu}."
+            f"{plan.source.name} in the setting of {setting.page.name}: {plan.batch_size} x "
+            f"{setting.seq_len} tokens, {plan.accumulate} times a step; {len(plan.variants)} "
+            f"variants, {plan.steps} steps each: {PUBLISHED_MINUTES} minutes on an {setting.gpu}."
         )
     return (
-        f"{len(plan.variants)} variants at {lengths} tokens, {plan.rounds} rounds: about "
-        f"{QUICK_MINUTES} minutes on an H100, and two more where the weights are not there yet."
+        f"{len(plan.variants)} variants at {' and '.join(map(str, plan.seq_lens))} tokens, "
+        f"{plan.rounds} rounds: about {QUICK_MINUTES} minutes on an H100, and two more where the "
+        "weights are not there yet."
     )
 
 

@@ -15,9 +15,8 @@ UNTOUCHED_S = 24 * 3600
 
 
 @contextmanager
-def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
-    """Make the folder and keep other runs out until the context ends or the process dies. Errors
-    name the option `flag`.
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder and keep other runs out until the context ends or the process dies.
 
     The lock belongs to the open file, which no child inherits: whatever kills the process frees the
     folder. The context removes the lock file, and the folder if it made it and nothing is in it.
@@ -38,10 +37,10 @@ def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
     except BlockingIOError:
         file.close()
         raise ValueError(
-            f"{flag} {folder}: another run is writing there; wait for it, or give another {flag}"
+            f"--out {folder}: another run is writing there; wait for it, or give another --out"
         ) from None
     except OSError as error:
-        raise ValueError(f"{flag} {folder}: cannot be written ({error.strerror})") from None
+        raise ValueError(f"--out {folder}: cannot be written ({error.strerror})") from None
     try:
         yield
     finally:

@@ -52,6 +52,7 @@ SEVERAL_GPUS = {"seq_lens": [64, 512], "steps": 24, "rounds": 2, "interleave": 0
 SEVERAL_GPUS_REHEARSAL = {"seq_lens": [16], "steps": 2}
 MOST_GPUS = 64
 QUICK_MINUTES = 6  # expected on an H100 once the weights are there
+PUBLISHED_MINUTES = "five to ten"
 SHORT = 128  # up to this many tokens the host slows steps, and --quick interleaves
 
 # The options that each command reads, by the option that asks for it. All others are refused. The

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import example_results as example
 from cases.rehearsal_case import plan_of
 from pytest import approx
 from test_trainer import FakeClock
@@ -12,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
 from bench import floor, preparing
+from bench.experiment import missing_floors_of
 from bench.floor import STEPS, WARMUP_STEPS, FrozenOperations, Shape, is_possible, time_floor
+from bench.records import Floor
 from trainer import CudaClock
 
 CONFIG = Qwen2Config(
@@ -118,6 +122,15 @@ def test_the_median_leaves_the_warm_up_out():
     assert result.recomputation_samples_ms == later
     assert result.recomputation_ms == (later[STEPS // 2 - 1] + later[STEPS // 2]) / 2
     assert result.labelled_tokens == 3
+
+
+@pytest.mark.parametrize("variants", [("vanilla_peft", "fp8_layer"), ("fp8_layer",)])
+def test_the_floors_that_are_missing_are_those_of_the_base_and_of_each_variant(variants):
+    run = example.empty(seq_lens=[64, 128])
+    run.floor = {64: Floor(1.0, [])}
+    run.other_floors = {"fp8": {128: Floor(1.0, [])}}
+    plan = SimpleNamespace(variants=variants, device="cuda", base="bf16", seq_lens=(64, 128))
+    assert missing_floors_of(plan, run) == {"bf16": (128,), "fp8": (64,)}
 
 
 @pytest.mark.gpu

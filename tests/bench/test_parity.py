@@ -10,6 +10,7 @@ from cases.peft_models import assert_equal
 from cases.rehearsal_case import measured_cells, plan_of
 
 from batches import Batch
+from bench import cells, parity
 from bench.cells import Block
 from bench.fp8_products import fp8_products
 from bench.parity import (
@@ -297,6 +298,16 @@ def test_a_run_makes_a_reference_for_each_precision_of_its_variants(tmp_path):
     plan.reference_file(True).unlink()
     assert not plan.is_prepared()
     assert replace(plan, variants=("fused_layer",)).is_prepared()
+
+
+@pytest.mark.parametrize(("variant", "is_fp8"), [("fp8_layer", True), ("fused_layer", False)])
+def test_a_variant_is_held_against_the_reference_of_its_precision(variant, is_fp8, monkeypatch):
+    monkeypatch.setattr(parity.Reference, "load", lambda path: path)
+    monkeypatch.setattr(parity, "check_parity", lambda built, batches, reference: reference)
+    plan = SimpleNamespace(
+        build=lambda *_: None, parity_batches=tuple, reference_file=lambda fp8=False: fp8
+    )
+    assert cells._build_and_check(plan, variant, 16) == (None, is_fp8)
 
 
 def test_a_reference_is_named_after_all_that_it_rests_on_and_nothing_else(tmp_path):

@@ -200,19 +200,24 @@ def test_a_variant_without_memory_beside_others_says_that_they_do_not_fit(said, 
 
 
 @pytest.mark.parametrize(
-    ("turn_steps", "wanted"),
+    ("turn_steps", "is_warm", "wanted"),
     [
-        (3, ["wait", "warm-up", "wait", 0, 1, 2, "wait", 3, "again", "wait", "profile"]),
-        (None, ["wait", "warm-up", 0, 1, 2, 3, "again", "profile"]),
+        (3, False, ["wait", "warm-up", "wait", 0, 1, 2, "wait", 3, "again", "wait", "profile"]),
+        (None, False, ["wait", "warm-up", 0, 1, 2, 3, "again", "profile"]),
+        (None, True, ["wait", "warm-up", 0, 1, 2, 3, "again"]),
     ],
 )
-def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, monkeypatch):
+def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(
+    turn_steps, is_warm, wanted, monkeypatch
+):
     events, counted = [], []
 
     class FakeTrainer:
-        is_warm = False
+        def __init__(self):
+            self.is_warm = is_warm
 
         def run(self, batches, steps, on_step, before_step):
+            self.is_warm = True
             events.append("warm-up")
             for done in range(steps):
                 before_step(done)

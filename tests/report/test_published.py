@@ -147,7 +147,7 @@ def test_a_published_run_prints_its_rows_and_how_to_add_them():
 def test_every_setting_says_who_where_and_when():
     for name, setting in SETTINGS.items():
         assert setting.name == name and setting.page.url.startswith("https://")
-        assert setting.claims and 4 < setting.minutes < 10.5 and setting.page.date > "2026"
+        assert setting.claims and setting.page.date > "2026"
 
 
 def test_a_recipe_has_a_row_for_each_variant_and_names_its_projections():
