@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from cases import example_results as example
 from cases.rehearsal_case import ROOT, plan_of, small
 
@@ -383,6 +385,8 @@ def test_a_command_becomes_its_plan_and_is_recorded_as_planned(tmp_path):
                    "--seq-lens", "32", "16", "--checkpointing", "off", "--seed", "4")  # fmt: skip
     assert (plan.steps, plan.rounds, plan.seq_lens) == (3, 2, (16, 32))
     assert (plan.lora.rank, plan.lora.alpha, plan.lora.targets) == (8, 16, options.TARGETS)
+    (batch,), (other,) = (one.batches(16, 2, 1) for one in (plan, replace(plan, seed=5)))
+    assert not torch.equal(batch.input_ids, other.input_ids)
     found = planning.planned_experiment(plan)
     assert (found.steps, found.rounds, found.seq_lens, found.accumulate) == (6, 2, [16, 32], 3)
     assert (found.checkpointing, found.seed, found.lora) == ("off", 4, plan.lora)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import count
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -96,21 +97,26 @@ def test_the_floor_of_a_precision_multiplies_in_it(precision, in_layers, in_head
 
 @pytest.mark.parametrize(
     ("rows", "wanted"),
-    [((), (8, 256)), (("--padded",), (8, 247)), (("--documents",), (7, 282))],
+    [((), (8, 256)), (("--padded",), (8, 247)), (("--documents",), (7, 281))],
 )
 def test_padding_is_not_in_the_floor(rows, wanted, tmp_path, monkeypatch):
-    plan, timed = (
-        plan_of(tmp_path, "--seq-lens", "256", "--batch-size", "8", "--steps", "8", *rows),
-        [],
-    )
-
-    def time_floor(operations, *sizes):
-        timed.append(sizes[:2])
-
-    monkeypatch.setattr(floor, "time_floor", time_floor)
+    plan = plan_of(tmp_path, "--seq-lens", "256", "--batch-size", "8", "--steps", "8",
+                   "--accumulate", "2", *rows)  # fmt: skip
+    timed = []
+    monkeypatch.setattr(floor, "time_floor", lambda operations, *sizes: timed.append(sizes))
     preparing.prepare_run(lambda message: None, plan)
     preparing.measure_floor(lambda message: None, plan, "bf16", (256,))
-    assert timed == [wanted]
+    ((*found, labelled, _, accumulate),) = timed
+    assert (*found, accumulate) == (*wanted, 2)
+    assert labelled == round(fmean(batch.labelled for batch in plan.timed_batches(256)))
+
+
+def test_kernels_are_timed_at_the_models_own_shapes(tmp_path, monkeypatch):
+    plan, sent = plan_of(tmp_path, "--seq-lens", "16", "32", "--batch-size", "2"), []
+    monkeypatch.setattr("bench.kernels.time_kernels", lambda *sizes: sizes)
+    preparing.prepare_run(lambda message: None, plan)
+    preparing.measure_kernels(sent.append, plan)
+    assert sent == [{"kernels": (64, 192, [2 * 16, 2 * 32])}]
 
 
 def test_the_median_leaves_the_warm_up_out():

@@ -254,6 +254,22 @@ def test_documents_are_judged_on_a_row_that_holds_several(seq_len, kind, tokens,
         assert seq_len < 512 or kind == "--padded" or len(batch.lengths) > 2
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "trains"), [(1, 2, True), (2, 1, False), (2, 0, False)]
+)
+def test_a_length_trains_if_the_batch_of_the_gradients_has_a_label_beyond_the_second_token(
+    first, second, trains, tmp_path, monkeypatch
+):
+    """A first token attends to itself alone: the adapters of q and k get no gradient from it."""
+    labels = -torch.full((3, 1, 4), 100)
+    for place in range(3):
+        labels[place, 0, place] = 7
+    plan = plan_of(tmp_path, "--seq-lens", "16")
+    both = [Batch(torch.ones(1, 4), labels[place]) for place in (first, second)]
+    monkeypatch.setattr(type(plan), "batches", lambda *_: both)
+    assert plan.trains_at(16) is trains
+
+
 # --- another precision ----------------------------------------------------------------------------
 
 

@@ -150,6 +150,7 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one(tmp_path):
     for run in (one, two):
         run.summary = summarize(run)
     two.started_utc, one.finished_utc = "2020-01-01T00:00:00+00:00", None
+    two.finished_utc = "2020-01-01T01:00:00+00:00"
     before = [copy.deepcopy(run) for run in (one, two)]
     merged = results.merge([one, two])
     assert [one, two] == before

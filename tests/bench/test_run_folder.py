@@ -8,6 +8,7 @@ from cases import example_results as example
 from cases.rehearsal_case import ROOT
 from test_command_line import GIVEN, words_for
 
+from batches import sha256_of
 from bench import machine, options, planning, run_folder, weights
 from bench import results as store
 from bench.weights import materialize, resolve
@@ -103,3 +104,25 @@ def test_no_setting_that_keeps_runs_apart_is_lost(plan, tmp_path):
     assert other != path
     _, path, _ = plan("--model", "Qwen/" + "x" * 200, save=False)
     assert len(path.parent.name) < 140
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("", ""),
+        ("--accumulate 2", "-accumulate-2"),
+        ("--batch-size 2 --lora-dropout 0.1", "-batch-size-2-lora-dropout-0.1"),
+        ("--seed 3 --padded --interleave 2", "-padded-interleave-2-seed-3"),
+        ("--quick --rank 8", "-quick-rank-8"),
+        ("--gpus 2 --checkpointing off", "-2-gpus-checkpointing-off"),
+        ("--targets v_proj q_proj --base nf4", "-base-nf4-q_proj+v_proj"),
+        ("--rounds 2", "-2-steps-a-round"),
+        ("--rounds 2 --steps 8 --seq-lens 64 --variants fused_mlp", ""),
+    ],
+)
+def test_a_folder_is_named_after_what_keeps_runs_apart(words, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    asked = options.fill_in(options.parse(shlex.split(words), ""))
+    data = tmp_path / f"{sha256_of(asked.data)[:12]}.jsonl"
+    folder = run_folder.run_folder(asked, resolve(str(asked.model), tmp_path, 0), data)
+    assert folder.name == f"rehearsal{name}"
