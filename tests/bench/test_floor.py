@@ -34,13 +34,15 @@ class Work(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.flops = self.copied_bytes = 0
-        self.dtypes = []
+        self.dtypes, self.attention = [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
             a, b, *_ = args
             self.dtypes.append(a.dtype)
             self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        if "flash_attention_for_cpu" in str(function) and any(one is True for one in args):
+            self.attention.append("causal backward" if "backward" in str(function) else "causal")
         if function is torch.ops.aten.copy_.default:
             self.copied_bytes += args[0].nbytes + args[1].nbytes
         return function(*args, **(kwargs or {}))
@@ -92,6 +94,7 @@ def test_the_floor_of_a_precision_multiplies_in_it(precision, in_layers, in_head
         operations.chain(2, 8, 5)()
     forward = [in_layers] * 4 * 3
     assert counted.dtypes == [*forward, in_head, in_head, *forward]
+    assert counted.attention == ["causal"] * 3 + ["causal backward"] * 3
     assert counted.flops == work(FrozenOperations(Shape.of(CONFIG), "cpu").chain(2, 8, 5))[0]
 
 
@@ -159,4 +162,4 @@ def test_a_step_of_four_micro_batches_has_four_times_the_floor_of_one():
     )
     assert four.floor_ms == 4 * one.floor_ms and four.samples_ms[0] == 4 * one.samples_ms[0]
     assert four.recomputation_ms == 4 * one.recomputation_ms
-    assert four.labelled_tokens == 12
+    assert (four.labelled_tokens, four.tokens) == (12, 16)
