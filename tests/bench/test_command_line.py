@@ -155,6 +155,7 @@ def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_na
              setting.base)  # fmt: skip
     filled = options.fill_in(options.parse([*asked, "--steps", "5"], ""))
     assert filled.published == setting and (filled.steps, filled.rounds) == (5, 1)
+    assert (filled.batch_size, filled.accumulate) == (setting.batch_size, setting.accumulate)
     for option, value in setting.is_that().items():
         assert getattr(filled, option) == value
     options.fill_in(options.parse([*asked, "--rank", "16"], ""))  # as it is
