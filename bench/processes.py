@@ -172,7 +172,7 @@ class _Process:
     """A function in a fresh process that has started, and the connection to it."""
 
     def __init__(self, function: Callable[..., None], arguments: tuple, takes_turns: bool = False):
-        self.log = NamedTemporaryFile(prefix=".lora-bench-")  # noqa: SIM115
+        self.log = NamedTemporaryFile(prefix="lora-bench-")  # noqa: SIM115
         self.hangs_after_s: float | None = None
         self.killed_at: float | None = None  # once asked to stop, on the monotonic clock
         context = multiprocessing.get_context("spawn")  # fork would copy CUDA's and torch's state
