@@ -224,11 +224,18 @@ def test_a_step_faster_than_the_floor_of_its_own_precision_is_an_error(
         "fp32": 2000,
     }.items():
         run.keep_floors(precision, {512: Floor(ms, [ms])})
-    cell = example.timed_cell(variant, 512, 1, [step_ms] * 3)
-    runner = Runner(SimpleNamespace(), run, print, print, print, Stopwatch(run))
-    runner.keep(cell)
+    cell = example.timed_cell(variant, 512, 1, [step_ms, step_ms, 9e3])
+    Runner(SimpleNamespace(), run, lambda: None, print, print, Stopwatch(run)).keep(cell)
     assert (cell.status == "ok") is is_possible
     assert is_possible or f"{step_ms} ms, less than the {round(step_ms)}.0 ms" in cell.error
+
+
+def test_losses_that_leave_vanillas_fail_the_cell_that_is_kept():
+    run = example.empty()
+    run.add(example.timed_cell("vanilla_peft", 64, 1, [1e3] * 2, losses=[2.5, 2.4]))
+    cell = example.timed_cell("fused_mlp", 64, 2, [1e3] * 2, losses=[2.5, 2.5], loss_gap=None)
+    Runner(SimpleNamespace(), run, lambda: None, print, print, Stopwatch(run)).keep(cell)
+    assert (cell.status, run.cells[-1]) == ("parity_failed", cell)
 
 
 def test_a_floor_of_padding_is_no_floor_and_that_of_another_round_neither():

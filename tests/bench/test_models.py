@@ -28,6 +28,7 @@ from models import build
 from variants import SUITES, TARGETS, VARIANTS, Lora, Settings, counterpart, recipe_of
 
 FUSED = [v for v in VARIANTS.values() if v.recipe.fused and not v.recipe.compiled]
+EXACT = {"dynamic": False}
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny.json"
 
 
@@ -52,12 +53,15 @@ def vanilla(checkpoint, device):
     return make("vanilla_peft", checkpoint, device)
 
 
-def test_a_compiled_model_starts_with_an_empty_cache(checkpoint, device, monkeypatch):
-    resets = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(True))
-    for variant, count in (("vanilla_peft", 0), ("compiled_peft", 1)):
+def test_a_compiled_model_starts_with_an_empty_cache_and_exact_shapes(
+    checkpoint, device, monkeypatch
+):
+    done = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: done.append(how))
+    for variant, wanted in (("vanilla_peft", []), ("compiled_peft", ["reset"] + [EXACT] * 2)):
         make(variant, checkpoint, device)
-        assert len(resets) == count
+        assert done == wanted
 
 
 @pytest.mark.parametrize("told", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -77,7 +81,9 @@ def test_vanilla_is_peft_as_it_ships(told, checkpoint, device, monkeypatch):
     frozen = [p for p in built.model.parameters() if not p.requires_grad]
     assert all(p.dtype == torch.bfloat16 for p in frozen)
     assert built.model.training
-    assert built.model.base_model.model.model.layers[0].gradient_checkpointing
+    layer = built.model.base_model.model.model.layers[0]
+    assert layer.gradient_checkpointing and layer.mlp.up_proj.scaling == {"default": 8 / 4}
+    assert layer._gradient_checkpointing_func.keywords == {"use_reentrant": False}
 
 
 def test_a_base_in_nf4_is_qloras_and_leaves_the_rest_as_it_is(checkpoint, device, vanilla):
@@ -328,6 +334,8 @@ def test_documents_by_their_lengths_train_as_with_a_mask(checkpoint, device):
         trained[variant] = gradients_of(built, batch)
     (loss, gradients), (other_loss, others) = trained.values()
     assert built.settings.attention == "varlen"
+    told = built.lengths_as(lengths)
+    assert (told["max_length_q"], told["cu_seq_lens_k"].tolist()) == (16, [0, 7, 8, 20, 36])
     assert other_loss == pytest.approx(loss, rel=1e-2)
     for name, gradient in gradients.items():
         assert (others[name] - gradient).norm() < 0.05 * gradient.norm(), name

@@ -145,7 +145,7 @@ def test_the_section_has_its_sources_and_dates_and_is_not_there_without_a_run():
 def test_every_setting_says_who_where_and_when():
     for name, setting in SETTINGS.items():
         assert setting.name == name and setting.page.url.startswith("https://")
-        assert setting.claims and 4 < setting.minutes < 10.5 and setting.page.date > "2026"
+        assert setting.claims and setting.page.date > "2026"
 
 
 def test_a_recipe_has_a_row_for_each_variant_and_names_its_projections():
