@@ -247,13 +247,17 @@ def test_later_rounds_of_a_length_find_their_step_warm_and_are_profiled_no_more(
     preparing.prepare_run(lambda message: None, asked)
     made, real = [], trainer.Trainer
     monkeypatch.setattr(cells, "Trainer", lambda *how: made.append(real(*how)) or made[-1])
+    profiled, profile = [], cells._profiled
+    monkeypatch.setattr(cells, "_profiled", lambda plan, cell, *how: (
+        profiled.append((cell.round, cell.seq_len)) or profile(plan, cell, *how)
+    ))  # fmt: skip
     sent = []
     cells.measure_cells(sent.append, asked, "vanilla_peft", [(1, 16), (2, 16), (3, 16), (1, 24)])
     found = [message["cell"] for message in sent if "cell" in message]
     assert [cell.status for cell in found] == ["ok"] * 4, [cell.error for cell in found]
     assert len(made) == 2  # one a length
-    for warm in ([c.first_step_s is None for c in found], [not c.functions_seen for c in found]):
-        assert warm == [False, True, True, False]
+    assert [cell.first_step_s is None for cell in found] == [False, True, True, False]
+    assert profiled == [(1, 16), (1, 24)]
     assert found[0].losses == found[1].losses == found[2].losses
     stages = [message["did"] for message in sent if "did" in message]
     assert stages == ["start", *["warm_up"] * 4]
