@@ -10,10 +10,10 @@ from bench.records import Floor
 from report import suite_tables, wording
 from report.ablation import ablation_table
 from report.statistics import NOISE, summarize
-from variants import VARIANTS, Settings
+from variants import ALL_BUT, ALONE, VARIANTS, Settings
 
 SUITE = example.run(example.ALL, seq_lens=(64, 512))
-PARTS = ("attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
+PARTS = {*ALONE.values(), *ALL_BUT.values()} - {"fused_mlp"}
 BLOCKS = dict(
     zip((True, False), suite_tables.peers_section(SUITE).split("\n\nWithout"), strict=True)
 )
@@ -26,8 +26,7 @@ def test_every_variant_stands_in_its_block_but_parts_alone_and_left_out(checkpoi
     block = [v for v in VARIANTS.values() if v.suites and v.checkpoints is checkpoints]
     wanted = {
         wording.title_in(variant.id, SUITE, title=variant.plain_title) for variant in block
-        if "_but_" not in variant.plain_id
-        and variant.plain_id.removeprefix("fused_") not in PARTS
+        if variant.plain_id not in PARTS
     }  # fmt: skip
     *found, floor = (row["variant"] for row in rows_in(BLOCKS[checkpoints]))
     assert sorted(found) == sorted(wanted) and floor == FLOOR
