@@ -54,7 +54,7 @@ def functions_of(recipe: Recipe) -> list[str]:
     return [f"{name}Backward" for one in evidence_of(recipe).values() for name in one.functions]
 
 
-def kinds_of(recipe: Recipe) -> Kinds:
+def kinds_of_kernels(recipe: Recipe) -> Kinds:
     """Return the kinds of our kernels whose names do not tell. A part runs kernels of others."""
     if not recipe.fused:
         return ()

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.evidence import kinds_of
+from bench.evidence import kinds_of_kernels
 from bench.profiler import Kernel, Op, busy_ns, kernel_ms_by_kind, kind_of_name
 from variants import Recipe
 
 MS = 1_000_000  # ns
-OURS = kinds_of(Recipe(fused=("mlp",)))
+OURS = kinds_of_kernels(Recipe(fused=("mlp",)))
 PLAIN = (
     "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::"
 )
@@ -144,7 +144,7 @@ def backward(id, start, end, sequence, forward_thread=1, thread=2):
     return op(id, start, end, name, thread, sequence, forward_thread)
 
 
-def kinds_of(ops, *ids):
+def kinds_of_kernels(ops, *ids):
     """Return the kind of a nameless kernel launched by each of these calls."""
     return [next(iter(kernel_ms_by_kind(ops, [kernel(id)]))) for id in ids]
 
@@ -158,7 +158,7 @@ def test_a_nameless_kernel_belongs_to_the_module_that_launched_it():
     }
     for name, kind in wanted.items():
         ops = [module(name, 1, 0, 10), op(2, 3, 5)]
-        assert kinds_of(ops, 2) == [kind], name
+        assert kinds_of_kernels(ops, 2) == [kind], name
         assert kernel_ms_by_kind(ops, [kernel(2, 1, "nvjet_sm90")]) == {"matmul": 1.0}  # by name
 
 
@@ -182,8 +182,8 @@ def test_the_innermost_module_around_a_call_wins():
         **{2: "other", 4: "activation", 6: "adapter", 7: "adapter", 8: "activation"},
         **{10: "activation", 11: "other", 12: "other", 13: "other", 99: "other"},
     }
-    assert kinds_of(ops, *wanted) == list(wanted.values())
-    assert kinds_of(ops[::-1], *wanted) == list(wanted.values())
+    assert kinds_of_kernels(ops, *wanted) == list(wanted.values())
+    assert kinds_of_kernels(ops[::-1], *wanted) == list(wanted.values())
 
 
 NORM = [module("Qwen2RMSNorm", 1, 0, 10), op(2, 1, 2, sequence=7)]
@@ -224,4 +224,4 @@ BACKWARD = [backward(3, 100, 200, sequence=7), op(4, 101, 105, thread=2)]
 )  # fmt: skip
 def test_a_backward_takes_the_kind_of_its_forward(ops, kinds):
     for in_any_order in (ops, ops[::-1]):
-        assert kinds_of(in_any_order, *kinds) == list(kinds.values())
+        assert kinds_of_kernels(in_any_order, *kinds) == list(kinds.values())
