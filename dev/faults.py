@@ -340,6 +340,10 @@ FAULTS = (
           "LIMIT * (error + reference.loss_floor)", "bench", "parity"),
     Fault("bench/profiler.py", "max(0, kernel.end - max(kernel.start, until))",
           "kernel.end - kernel.start", "bench", "profiled"),
+    Fault("bench/profiler.py", "chain(given, known)", "chain(known, given)", "bench", "profiled"),
+    Fault("bench/evidence.py", "recipe.graph and count < expected",
+          "recipe.graph and not count", "bench", "audit"),
+    Fault("fused_lora/adopt/switches.py", "NORMS, without_backward=1", "NORMS", "adopt", "fuse"),
     Fault("report/statistics.py", "max(peaks) / 2**30", "min(peaks) / 2**30", "report", "summary"),
     Fault("models.py", "seq_len >= 512", "seq_len > 512", "bench", "models"),
 )

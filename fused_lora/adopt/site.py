@@ -70,13 +70,36 @@ class Site(NamedTuple):
         return self.why_not(model, name) or _why_not_on_cpu(model.get_submodule(name))
 
 
+class Evidence(NamedTuple):
+    """Functions and kernels in the profile of a step which prove that a part's modules ran fused.
+
+    functions: autograd functions, with the number of modules each stands for. Their backwards
+        count, because forwards may run twice.
+    kernels: parts of the names of GPU kernels. Each runs at least once a module. "a|b": one of the
+        two does.
+    kernels_in_4_bits: kernels that run as well if the base weights are in 4 bits.
+    without_backward: modules without a backward, because nothing before them is trained.
+    """
+
+    functions: dict[str, int]
+    kernels: tuple[str, ...] = ()
+    kernels_in_4_bits: tuple[str, ...] = ()
+    without_backward: int = 0
+
+
 class Part(NamedTuple):
-    """The sites of one switch of Fusion. none_found: the reason if a model has none of them. units:
-    the noun for the report's counts."""
+    """One switch of Fusion: its sites, and all that reports, benchmark and tests ask about it.
+
+    none_found: the reason if a model has none of the sites. units: the noun for the report's
+    counts. kinds: kernels whose names do not tell the benchmark their kind of work: the kind ->
+    how their names begin.
+    """
 
     sites: tuple[Site, ...]
     none_found: str
     units: str
+    evidence: Evidence
+    kinds: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
 
     def candidates(self, model: nn.Module) -> Iterator[tuple[str, Any, Site]]:
         """Yield the modules of a model that the report lists, with their names and sites."""

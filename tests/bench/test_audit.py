@@ -12,11 +12,12 @@ from cases import example_results as example
 from batches import Batch
 from bench import audit, evidence
 from bench.audit import LOSS_STEPS, loss_gap
-from bench.evidence import Evidence
+from bench.evidence import Library
 from bench.profiler import Profile
 from bench.records import Floor
 from bench.runner import Runner
 from bench.stages import Stopwatch
+from fused_lora.adopt.site import Evidence
 from trainer import CudaClock, Timings, Trainer
 from variants import Lora, Recipe
 
@@ -117,15 +118,13 @@ ALL_SEVEN, DOWN, Q_AND_V = Lora(), Lora(targets=("down_proj",)), Lora(targets=("
 @pytest.fixture
 def made_up(monkeypatch):
     found = {
-        "mlp": Evidence(
-            {"MLPBackward": 1},
-            ("_forward_kernel", "_backward_kernel"),
-            nf4_kernels=("_unpack_kernel",),
-        ),
-        "qkv": Evidence({"QKVBackward": 1, "BothBackward": 2}, ()),
-        "library": Evidence({}, ("_theirs|_newer_kernel",), lora_mlp_kernels=("_mlp_of_theirs",)),
+        "mlp": Evidence({"MLP": 1}, ("_forward_kernel", "_backward_kernel"), ("_unpack_kernel",)),
+        "qkv": Evidence({"QKV": 1, "Both": 2}),
     }
-    monkeypatch.setattr(evidence, "EVIDENCE", found)
+    of_recipe = lambda recipe: {part: found[part] for part in recipe.fused}  # noqa: E731
+    monkeypatch.setattr(evidence, "evidence_of", of_recipe)
+    theirs = Library(("_theirs|_newer_kernel",), lora_mlp_kernels=("_mlp_of_theirs",))
+    monkeypatch.setitem(evidence.LIBRARIES, "library", theirs)
 
 
 def ran(functions, kernels=KERNELS, recipe=MLP, modules=MODULES, **how):
