@@ -13,7 +13,7 @@ from fused_lora.layer import residual
 from fused_lora.layer.buffer import Buffer
 from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.layer.operands import Adapters, Others
-from fused_lora.layer.saved import split
+from fused_lora.rerun import split
 
 FEW = (1, 4)  # tokens, for tests that measure no error
 

@@ -7,7 +7,8 @@ import torch
 from cases.layer_case import operands
 
 from fused_lora.layer.decoder_layer import DecoderLayer
-from fused_lora.layer.saved import TENSOR, Saved, join, restore, split, store
+from fused_lora.layer.saved import Saved
+from fused_lora.rerun import TENSOR, join, restore, split, store
 
 
 class Inner(NamedTuple):
