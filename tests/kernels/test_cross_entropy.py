@@ -295,6 +295,7 @@ def test_a_chunk_is_4096_tokens_or_as_many_as_its_bytes_allow(monkeypatch, case)
 
     monkeypatch.setattr(head_module, "cross_entropy_", spy)
     assert module.CHUNK_TOKENS == 4096 and module.CHUNK_BYTES == 4096 * 262_144 * 2
+    assert module.default_chunk_tokens(262_144, torch.bfloat16, 2) == 2048  # as the FP8 head's are
     linear_cross_entropy(hidden, weight, labels)
     monkeypatch.setattr(module, "CHUNK_BYTES", 6 * 2 * VOCABULARY)
     linear_cross_entropy(hidden, weight, labels)
