@@ -158,7 +158,7 @@ FAULTS = (
     Fault("fused_lora/lora_attention.py", "need_x or any(needs.qkv) or any(needs.qkv_biases)",
           "need_x or any(needs.qkv)", "kernels", "lora_functions"),
     Fault("fused_lora/lora_attention.py", "scale_q(grad_qkv, saved.q_scale,",
-          "scale_q(grad_qkv, None,", "adopt", "families"),
+          "scale_q(grad_qkv, None,", "kernels", "contract"),
     # the loss
     Fault("fused_lora/cross_entropy.py", "x, labels[part], targets", "x, labels[: len(x)], targets",
           "kernels", "contract"),

@@ -123,6 +123,7 @@ ATTENTIONS = {  # what `make_lora_attention` changes of the usual heads, angles 
     "two tables": {"change": lambda t: torch.cat((t[..., :16], t[..., 16:].flip(1)), -1)},
     "MHA, not rotated": {"heads": 4, "kv_heads": 4, "change": lambda _: None},
     "sinks and a window": {"window": 3},
+    "q scaled by position": {"scales": (0.5, 2.0)},
 }
 ON_A_GPU = {"heads of 64": {"head_dim": 64}}  # which every backend takes
 
@@ -130,11 +131,14 @@ ON_A_GPU = {"heads of 64": {"head_dim": 64}}  # which every backend takes
 def make_lora_attention(shape, *, dtype, device, r=8, adapter_dtype=None, dropout=None,
                         kind="usual", heads=4, **options):  # fmt: skip
     sizes = {"heads": heads, "kv_heads": heads // 2, "head_dim": 32} | (ATTENTIONS | ON_A_GPU)[kind]
-    change, mask = (sizes.pop(name, None) for name in ("change", "mask"))
+    change, mask, scales = (sizes.pop(name, None) for name in ("change", "mask", "scales"))
     inputs, gradient = lora_attention_case.make(
         *shape, dtype=dtype, device=device, r=(r,) * 4 if isinstance(r, int) else r,
         adapter_dtypes=(FP32,) * 8, mask=mask and mask(shape, device), **sizes, **options,
     )  # fmt: skip
+    if scales is not None:
+        q_scale = torch.tensor(scales).repeat(shape[1])[None, : shape[1]].to(device, dtype)
+        inputs[-1] = inputs[-1]._replace(q_scale=q_scale)
     if change is not None:
         inputs[1:3] = map(change, inputs[1:3])
     inputs[4:-1] = in_dtypes(inputs[4:-1], adapter_dtype or dtype)
