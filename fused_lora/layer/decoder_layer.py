@@ -80,11 +80,11 @@ import torch
 from fused_mlp.utils import refuse_second_derivative, without_autocast
 
 from ..kernels.rows import as_rows, empty_rows
-from ..rerun import has_kept
+from ..rerun import has_kept, once_as_record, restore, store
 from .adapter_sums import AdapterSums
 from .attention_gradient import attention_gradient
 from .forward import add_attention, add_mlp, norm_and_rotate
-from .gradients import LayerBackward
+from .gradients import LayerBackward, LayerInput
 from .operands import (
     Adapters,
     Trained,
@@ -93,7 +93,7 @@ from .operands import (
     kinds_of,
     new_gradients,
 )
-from .saved import Saved, once_as_record, restore, store
+from .saved import Saved
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -203,10 +203,10 @@ class DecoderLayer(torch.autograd.Function):
             grad_qkv = empty_rows(frozen.qkv.A, len(x), frozen.qkv.grad_columns)
             attention_gradient(grad_attended, saved, grad_qkv[:, : frozen.qkv.out])
             del grad_attended
+            entry = LayerInput(x, saved.n, saved.input_rstd)
             grad_x, (q, k, v) = layer.to_input(
-                grad_qkv, grad_residual, x, saved.n, saved.input_rstd, adapters.qkv, need.qkv,
-                need_hidden,
-            )  # fmt: skip
+                grad_qkv, grad_residual, entry, adapters.qkv, need.qkv, need_hidden
+            )
             layer.sums.compute()
         if grad_x is not None:
             grad_x = grad_x.view(saved.hidden.shape)

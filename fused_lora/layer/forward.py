@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..kernels.causal_attention import Attention
 from ..kernels.output_gate import gate_forward, split_gated_heads
-from ..kernels.qkv_attention import Attention, attention_forward
+from ..kernels.qkv_attention import attention_forward
 from ..kernels.qkv_norm_rope import norm_rope_together
 from ..kernels.qkv_rope import rope_forward, scale_q, split_heads
 from ..kernels.residual import add_normed
@@ -53,12 +54,12 @@ def add_attention(
     before_gate = None
     if frozen.has_gate:
         assert raw is not None
-        before_gate, saved, attention = attention_forward(qkv, mask, attention)
+        before_gate, saved = attention_forward(qkv, mask, attention)
         attended = gate_forward(before_gate, raw, before_gate.shape[1] // frozen.heads, out)
     else:
-        attended, saved, attention = attention_forward(qkv, mask, attention, out)
+        attended, saved = attention_forward(qkv, mask, attention, out)
     added = add_o(x, attended, extended, copy, frozen, dropout)
-    return Attended(added, saved, attention, before_gate)
+    return Attended(added, saved, before_gate)
 
 
 def rows_for_o(

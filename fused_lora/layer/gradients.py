@@ -19,6 +19,15 @@ from .residual import addend_gradient, norm_backward
 from .saved import Added, SavedMLP
 
 
+class LayerInput(NamedTuple):
+    """The input of a layer, and its norm."""
+
+    x: Tensor  # [T, hidden]
+    n: ProductInput  # its norm, which q, k and v read
+    rstd: Tensor | None  # of the norm
+    mask: Tensor | None = None  # [T, 1], which has multiplied x in front of the norm alone
+
+
 class LayerBackward(NamedTuple):
     """The two halves of a layer's backward around its attention, and what they share.
 
@@ -103,16 +112,15 @@ class LayerBackward(NamedTuple):
         )  # fmt: skip
 
     def to_input(
-        self, grad_qkv: Tensor, grad_residual: Tensor, x: Tensor, n: ProductInput,
-        rstd: Tensor | None, adapters: Sequence[Adapter], need: Sequence[Adapter], need_x: bool,
-        mask: Tensor | None = None,
+        self, grad_qkv: Tensor, grad_residual: Tensor, entry: LayerInput,
+        adapters: Sequence[Adapter], need: Sequence[Adapter], need_x: bool,
     ) -> tuple[Tensor | None, list[Adapter]]:  # fmt: skip
         """Return the gradient of x [T, hidden], None if nothing needs it, and those of adapters.
 
-        grad_qkv: [T, out + width]. mask: [T, 1], which has multiplied x in front of the norm alone.
+        grad_qkv: [T, out + width].
         """
         frozen, dropouts, grads, sums = self
-        qkv = frozen.qkv
+        qkv, (x, n, rstd, mask) = frozen.qkv, entry
         qkv.sum_biases(grad_qkv, grads.qkv_biases)
         pn = grad_x = None
         if need_x or grads.norm_before_attention is not None:

@@ -158,19 +158,17 @@ def launch_layer():
     cos = empty(1, POSITIONS, HEAD_DIM)
     qkv_rope.rope_forward(qkv, cos, cos, HEADS, KV_HEADS)
     grad, grad_qkv = empty(TOKENS, HEADS * HEAD_DIM), torch.empty_like(qkv)
-    attended, logsumexp = causal_attention.causal_attention_forward(
-        qkv, POSITIONS, HEADS, KV_HEADS, 0.1
-    )
+    attention = causal_attention.Attention(POSITIONS, HEADS, KV_HEADS, 0.1)
+    attended, logsumexp = causal_attention.causal_attention_forward(qkv, attention)
     for angles in ((cos, cos), (None, None)):
         causal_attention_backward.causal_attention_backward(
-            grad, qkv, *angles, attended, logsumexp, KV_HEADS, 0.1, grad_qkv
+            grad, qkv, angles, attended, logsumexp, attention, grad_qkv
         )
     documents = empty(BATCH, 1, 2, POSITIONS, dtype=torch.int32)
-    causal_attention.causal_attention_forward(
-        qkv, POSITIONS, HEADS, KV_HEADS, 0.1, documents, sinks=empty(HEADS), window=40
-    )
+    attention = attention._replace(window=40)
+    causal_attention.causal_attention_forward(qkv, attention, documents, sinks=empty(HEADS))
     causal_attention_backward.causal_attention_backward(
-        grad, qkv, cos, cos, attended, logsumexp, KV_HEADS, 0.1, grad_qkv, documents, window=40
+        grad, qkv, (cos, cos), attended, logsumexp, attention, grad_qkv, documents
     )
     launch_wide_attention(documents)
     grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -219,13 +217,11 @@ def launch_wide_attention(documents):
     qkv = empty(TOKENS, (heads + 2 * kv_heads) * head_dim)
     cos, grad = empty(1, POSITIONS, head_dim), empty(TOKENS, heads * head_dim)
     for window in (None, 40):
-        attended, logsumexp = causal_attention.causal_attention_forward(
-            qkv, POSITIONS, heads, kv_heads, 0.1, documents, window=window
-        )
+        attention = causal_attention.Attention(POSITIONS, heads, kv_heads, 0.1, window=window)
+        attended, logsumexp = causal_attention.causal_attention_forward(qkv, attention, documents)
         causal_attention_backward.causal_attention_backward(
-            grad, qkv, cos, cos, attended, logsumexp, kv_heads, 0.1, torch.empty_like(qkv),
-            documents, window,
-        )  # fmt: skip
+            grad, qkv, (cos, cos), attended, logsumexp, attention, torch.empty_like(qkv), documents
+        )
 
 
 def launch_dropout(gate_up, hidden, products):
