@@ -14,7 +14,7 @@ PACKAGES = {
     "torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0", "peft": "0.21.0",
     "unsloth": "2026.10.9", "liger_kernel": None,
 }  # fmt: skip
-# The ms that a part saves of vanilla's step at 512 tokens (others: 11), and the share of it that others take.
+# The ms that a part saves of vanilla's step at 512 tokens (others: 11). The share that others take.
 GAIN_MS = {"mlp": 187, "attention": 121, "rope": 34, "rms_norm": 62, "cross_entropy": 88,
            "checkpoint": -4}  # fmt: skip
 SHARES = {"vanilla_peft": 1, "vanilla_peft_again": 1.001, "full_unsloth": 0.616, "fused_all": 0.535,
