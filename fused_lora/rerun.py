@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 Record = TypeVar("Record", bound=tuple)
