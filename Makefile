@@ -31,7 +31,7 @@ test-rest: $(VENV)/dev
 	$(RUN) $(PYTEST) --rest
 
 test-newest: $(NEWEST)/done
-	$(NEWEST)/bin/python $(PYTEST) --quick tests/kernels tests/adopt tests/step
+	$(NEWEST)/bin/python $(PYTEST) --quick tests/fused_mlp tests/fused_lora
 
 resolve-peers: $(VENV)/base
 	$(RUN) -m bench.peers

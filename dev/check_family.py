@@ -1,4 +1,4 @@
-"""Check a model family that adopt/families.py may not know yet: `python dev/check_family.py glm4`.
+"""Check a model family that reading/families.py may not know: `python dev/check_family.py glm4`.
 
 Takes a model type, a class of transformers or a config.json. Works offline. For each kind of class
 it compares the code that runs, names of classes and annotations aside, with the code of the classes
@@ -6,9 +6,9 @@ that we know. Then it adds the forms it found to the table, for this process onl
 model and prints
 
     the kinds whose code we know, and the lines by which each other one differs from the nearest
-    a row of adopt/families.py
+    a row of reading/families.py
     a row of tests/cases/families_case.py
-    a row of docs/support.md, as the tiny model answers
+    a row of fused_lora/docs/support.md, as the tiny model answers
     the tests to run with them
 
 Equal code is a strong hint, and no proof: read the forwards before you add the row. Its test
@@ -45,7 +45,7 @@ from cases import families_case as cases  # noqa: E402
 from cases.fused_case import step  # noqa: E402
 
 from fused_lora import Fusion, fuse, unfuse  # noqa: E402
-from fused_lora.adopt import families, known  # noqa: E402
+from fused_lora.reading import families, known  # noqa: E402
 
 ENDS = ("ForCausalLM", "ForConditionalGeneration")
 MOST_LINES = 24  # of a difference
@@ -267,7 +267,7 @@ def main(given: str) -> None:
     row, found = check(cls)
     print(f"{cls.__name__}, {cls.__module__} of transformers {transformers.__version__}\n")
     if any(one.module == row.module for one in families.FAMILIES):
-        print("adopt/families.py has this family. Here it is compared with all others.\n")
+        print("reading/families.py has this family. Here it is compared with all others.\n")
     for kind in families.KINDS:
         one = found.get(kind)
         if one is None:
@@ -289,7 +289,7 @@ def main(given: str) -> None:
         written(row).replace("'", '"') + ",", 100, initial_indent=" " * 4,
         subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
-    print(f"\nadopt/families.py:\n\n{said}\n")
+    print(f"\nfused_lora/reading/families.py:\n\n{said}\n")
     config_class: Any = cls.config_class  # type: ignore[attr-defined]
     usual = config_class().to_dict() | settings
     settings |= {key: 0.0 for key, one in usual.items() if key.endswith("dropout") and one}
@@ -307,10 +307,13 @@ def main(given: str) -> None:
     print(textwrap.indent(written_case(name, case), " " * 4))
     outcomes = [cases.outcome(model, part) for part in cases.PARTS]
     if set(outcomes) == {"fused"}:
-        print(f"\ndocs/support.md, in the line of families that fuse completely:\n\n · {name}")
+        print("\nfused_lora/docs/support.md, in the line of families that fuse completely:")
+        print(f"\n · {name}")
     else:
-        print(f"\ndocs/support.md:\n\n| {name} | {' | '.join(outcomes)} |")
-    files = "tests/adopt/test_families.py tests/adopt/test_support_table.py"
+        print(f"\nfused_lora/docs/support.md:\n\n| {name} | {' | '.join(outcomes)} |")
+    files = (
+        "tests/fused_lora/reading/test_families.py tests/fused_lora/reading/test_support_table.py"
+    )
     print(f'\nThen run:\n\npython -m pytest {files} -k "{name} or lines"')
 
 

@@ -1,8 +1,8 @@
-"""Run the tests of kernels, step and adoption as other hosts would, and rank the nearest errors.
+"""Run the library's tests as other hosts would, and rank the nearest errors.
 
     python dev/hosts.py                  all six settings: 30 minutes on two cores
     python dev/hosts.py --only seed      settings whose name matches this regular expression
-    python dev/hosts.py tests/step -n 2  with these arguments of pytest instead of PYTEST
+    python dev/hosts.py tests/fused_lora/step -n 2  with these arguments of pytest instead of PYTEST
 
 Other vector instructions add up in another order, and so do two threads. A seed draws other inputs.
 A share of 0.95 is an error of 95% of what its test allows: that test is the next to fail.
@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "seed 100": {"TEST_SEED": "100"},
     "seed 200": {"TEST_SEED": "200"},
 }
-ROOMS = ["tests/kernels", "tests/step", "tests/adopt"]
+ROOMS = ["tests/fused_mlp", "tests/fused_lora"]
 PYTEST = ["-n", "auto", "--maxprocesses", "8", "--quick", *ROOMS]
 SHOWN = 20
 

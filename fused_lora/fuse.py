@@ -2,7 +2,7 @@
 
 A fused module keeps its class, its submodules and its parameters. We only set `forward` on the
 instance, so state_dict, saving, loading and merging are untouched. At each call the fused forward
-checks whether it may replace the module's own, and steps aside if not (`adopt/site.py`).
+checks whether it may replace the module's own, and steps aside if not (`reading/site.py`).
 """
 
 from dataclasses import dataclass, fields
@@ -11,20 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adopt.borders import Border
-from .adopt.foreign import checkpointing
-from .adopt.foreign.checkpointing import layers_of
-from .adopt.foreign.forwards import remove_taker, take_back
-from .adopt.foreign.parallel import (
-    REGISTER,
-    REPLICATE,
-    between_forwards,
-    refuse_data_parallel,
-    reshard,
-)
-from .adopt.four_bit.reading import bytes_in_buffers
-from .adopt.layer_reading import why_not_weights
-from .adopt.own_memory import unborder
 from .adopt.report import (
     ASKED,
     NO_ADAPTERS,
@@ -35,10 +21,18 @@ from .adopt.report import (
     report_on,
 )
 from .adopt.setting import running_in, set_forwards
-from .adopt.site import Part
 from .adopt.switches import BORDERS, SWITCHES, switches_for
+from .foreign import checkpointing
+from .foreign.checkpointing import layers_of
+from .foreign.forwards import remove_taker, take_back
+from .foreign.parallel import REGISTER, REPLICATE, between_forwards, refuse_data_parallel, reshard
+from .forwards.layer_reading import layer_weights
+from .reading.four_bit import bytes_in_buffers
+from .reading.site import Part
 from .step.checkpoint import POLICIES, Checkpoint
 from .telling import warn
+from .weights.borders import Border
+from .weights.own_memory import unborder
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class Fusion:
     fp8: whole layers with their base weights, and the inputs of these, in FP8 (`layer/fp8/`). This
         is less exact than the model's precision; adapters stay as exact as they are. The original
         weights lie on the host until `unfuse`, where merging and loading change them. Weights of an
-        FP8 checkpoint stay in place (`adopt/fp8/checkpoint.py`).
+        FP8 checkpoint stay in place (`reading/fp8_checkpoint.py`).
     fp8_lm_head: the fused loss with the matmuls of its lm_head in FP8 (`fp8_head.py`).
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
         (see `checkpoint.py`) instead of the model's own; "" leaves the model's alone. When a
@@ -202,7 +196,7 @@ class _Asked:
     def _may_lie_in(self, switch: str) -> bool:
         kind = BORDERS[switch]
         why_not = (
-            why_not_weights(layer, kind)
+            kind.why_not(layer_weights(layer))
             for name, layer, site in switches_for(kind)["layer"].candidates(self.model)
             if site.why_not(self.model, name) is None  # else it runs in parts
         )

@@ -22,7 +22,7 @@ A layer is recomputed (`recompute.py`) for what its functions save, not for its 
 run stops at the last missing tensor. In most layers LoRA_MLP is the last to save one. `saving_last`
 tells it so, and it skips its down projection, 29% of the layer's matmuls.
 
-A layer calls a `LayerPolicy` instead of its forward. `adopt/foreign/checkpointing.py` sets it.
+A layer calls a `LayerPolicy` instead of its forward. `foreign/checkpointing.py` sets it.
 """
 
 from collections.abc import Callable, Iterator

@@ -269,7 +269,7 @@ MODELS = {
     ),
     "an unknown family": Model(
         family("Helium"), ROPE,
-        r"HeliumAttention is not an attention class that we know \(see docs",
+        r"HeliumAttention is not an attention class that we know \(see fused_lora/docs",
     ),
     "a checkpoint's lm_head in FP8": Model(
         in_fp8(of=BLOCKS, only="lm_head"), LOSS_IN_FP8,

@@ -61,7 +61,7 @@ class Fp8Buffer(Buffer):
 
     weight: [out, in] codes. scales: [out] in fp32. bias: [out + width] or None, in the dtype of the
     products. width: the columns that the border has room for. made_of: by a weight's first row, of
-    which change of its original the codes are (`adopt/fp8/weight.py`). serial: no other's.
+    which change of its original the codes are (`weights/fp8_weight.py`). serial: no other's.
     """
 
     def __init__(
