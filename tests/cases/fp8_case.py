@@ -23,9 +23,10 @@ CONFIG = {
 }  # fmt: skip
 
 
-def pair(device, fusion=FP8, **options):
-    """Return a model with an FP8 layer, and its vanilla PEFT twin."""
-    plain = layer_case.peft_model(device, config=CONFIG, **options)
+def pair(device, fusion=FP8, layers=1, **options):
+    """Return a model with FP8 layers, and its vanilla PEFT twin."""
+    config = CONFIG | {"num_hidden_layers": layers}
+    plain = layer_case.peft_model(device, config=config, **options)
     fused = copy.deepcopy(plain)
     return fused, plain, fuse(fused, fusion)
 
