@@ -11,7 +11,6 @@ from cases.peft_models import (
     DECODER,
     MLP_NAMES,
     MLP_ON,
-    assert_equal,
     base_model,
     ids,
     layers,
@@ -55,15 +54,6 @@ def test_a_reason_that_nobody_asked_for_is_said_once_and_a_wish_never(calls, dev
     for handle in handles:
         handle.remove()
     assert said_by(run) == [] and len(calls) == 4
-
-
-def test_compiled_code_says_so_while_it_is_traced(device):
-    fused, _, _ = pair(device, MLP_ON)
-    mlp = layers(fused)[0].mlp
-    mlp.up_proj.lora_dropout["default"] = torch.nn.Dropout(1.0)
-    mlp.compile(backend="eager")
-    said = said_by(lambda: logits(fused))
-    assert said and all("Qwen2MLP stepped aside: up_proj: lora_dropout is 1.0" in w for w in said)
 
 
 def test_what_the_report_of_fuse_said_is_not_said_again(device):
@@ -142,16 +132,6 @@ def test_fp32_weights_under_autocast_run_as_the_other_fused_parts_with_a_warning
         assert_close(got, want, 0.0)
 
 
-def test_a_step_with_a_cache_warns(device):
-    fused, plain, _ = pair(device)
-    for model in (fused, plain):
-        model.config.use_cache = True
-    with pytest.warns(UserWarning, match="given past_key_values; in training, set .*use_cache"):
-        got = step(fused)
-    assert not got.functions
-    assert_equal(got, step(plain))
-
-
 def test_within_a_transform_of_torch_func_it_runs_as_peft_has_it(device):
     fused, plain, _ = pair(device, EVERYTHING)
 
@@ -189,7 +169,7 @@ def test_a_warning_points_at_the_users_line(fusion, change, device):
         warnings.simplefilter("always")
         fused(**batch(fused, length=SHORT))
         fuse(base_model(device), Fusion(mlp=True, rms_norm=True), strict=False)
-    ours = [one for one in caught if "fuse" in str(one.message)]
+    ours = [one for one in caught if str(one.message).startswith(("a fused", "fuse:"))]
     assert len(ours) > 1 and {one.filename for one in ours} == {__file__}
 
 
