@@ -191,6 +191,14 @@ def test_a_copy_that_fails_leaves_a_border_that_nobody_trusts(device):
 # --- PEFT goes on working -------------------------------------------------------------------------
 
 
+def test_to_ask_a_peft_model_for_its_state_moves_no_weight(device):
+    """Nor one of a projection without an adapter."""
+    model, _, _ = pair(device, target_modules=["q_proj", "v_proj"])
+    places = [p.data_ptr() for p in model.parameters()]
+    model.state_dict()
+    assert [p.data_ptr() for p in model.parameters()] == places
+
+
 @pytest.mark.parametrize("how", ["merge_and_unload", "unload"])
 def test_an_unloaded_model_is_saved_as_plain_pefts_is(how, tmp_path, device):
     model, plain, _ = pair(device, **BF16)

@@ -16,7 +16,7 @@ from cases.fp8_case import (
     base_weights,
     pair,
 )
-from cases.fused_case import SHORT, step
+from cases.fused_case import SHORT, beside, step
 from cases.layer_case import peft_model
 from cases.peft_models import assert_equal, logits
 from cases.reference import assert_near, random
@@ -176,9 +176,9 @@ def heads(monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_loss_in_fp8_is_near_its_own_and_follows_the_weight(tied, heads, device):
-    plain = peft_model(device, config=VOCABULARY | {"tie_word_embeddings": tied})
-    fused = copy.deepcopy(plain)
-    done = fuse(fused, LOSS)
+    fused, plain, done = beside(
+        peft_model(device, config=VOCABULARY | {"tie_word_embeddings": tied}), LOSS
+    )
     assert done.counts == {"cross_entropy": "1 of 1 losses", "fp8_lm_head": "1 of 1 losses"}
     for change in (1.0, -3.0):
         for model in (fused, plain):

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from cases import layer_case, trl_case
-from cases.fused_case import ALL
+from cases.fused_case import ALL, beside
 from cases.peft_models import base_model, peft_model
 from cases.reference import seeded
 from peft import LoraConfig, inject_adapter_in_model
@@ -134,9 +134,7 @@ def test_what_a_trainer_switches_on_is_what_fuse_was_told(tmp_path, device):
 
 def test_a_fused_forward_has_the_signature_of_the_class(device):
     """The Trainer keeps the columns that it names, and generate() looks for attention_mask."""
-    plain = peft_model(device)
-    fused = copy.deepcopy(plain)
-    fuse(fused, Fusion(**ALL))
+    fused, plain, _ = beside(peft_model(device), Fusion(**ALL))
     seen = set()
     for one in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         for name, module in one.named_modules():
