@@ -8,6 +8,7 @@ from cases.four_bit_case import quantised
 from cases.fused_case import ALL, SHORT, step
 from cases.layer_case import EVERYTHING, LAYER, operands_of_calls
 from cases.peft_models import MLP_ON, assert_equal, ids
+from transformers import DynamicCache
 
 from fused_lora import Fusion
 
@@ -63,9 +64,9 @@ def test_it_picks_the_tokens_of_plain_peft(fusion, options, way, device, monkeyp
 def test_a_prompt_and_a_token_launch_what_plain_peft_launches(device):
     counted = []
     for model in layer_case.pair(device, EVERYTHING)[:2]:
-        tokens = ids(device)
+        tokens, cache = ids(device), DynamicCache()  # generate() brings one
         with Calls() as prompt:
-            cache = model.eval()(input_ids=tokens, use_cache=True).past_key_values
+            model.eval()(input_ids=tokens, past_key_values=cache, use_cache=True)
         with Calls() as token:
             model(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
         counted.append((prompt.counted, token.counted))

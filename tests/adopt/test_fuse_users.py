@@ -181,7 +181,6 @@ OVER_PARTS_IN_4_BITS = "optimizer", "another adapter and back", "merged and unme
     "layer-hot-swap",
     "layer-merged and unmerged",
     "layer-an adapter of a larger rank",
-    "layer-set_scale to a number of NumPy's",
     "parts-another adapter and back",
 )
 @pytest.mark.parametrize(
