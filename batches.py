@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a bad file should fail a
 
 T = TypeVar("T")
 IGNORED = -100  # the label that torch's cross_entropy skips
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -217,25 +217,6 @@ def make_batches(
         batches = _packed(_endless(tokenized, order), seq_len, batch_size)
     twice_around = 2 * (rows // batch_size + 1)  # a label may come first, then last when reshuffled
     return list(islice(_labelled(batches, twice_around), count))
-
-
-def passes_over(
-    tokenized: list[TokenizedExample],
-    seq_len: int,
-    batch_size: int,
-    count: int,
-    padded: bool = False,
-    documents: bool = False,
-) -> float:
-    """Return how often `make_batches` goes through the chats. Above 1 it repeats them."""
-    lengths, tokens = [len(one.input_ids) for one in tokenized], batch_size * seq_len
-    if padded:
-        return count * batch_size / len(lengths)
-    if documents:
-        from fused_lora.packing import pack
-
-        return count / len(pack([min(length, tokens) for length in lengths if length], tokens))
-    return count * tokens / sum(lengths)
 
 
 def _endless(items: list[T], order: random.Random) -> Iterator[T]:

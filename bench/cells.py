@@ -18,7 +18,7 @@ from msgspec.structs import replace
 import models
 from batches import Batch
 from bench import audit, interpreter, machine
-from bench.evidence import EVIDENCE, not_run
+from bench.evidence import functions_of, kinds_of_kernels, not_run
 from bench.plan import LEARNING_RATE, Plan
 from bench.profiler import Profile, profile_step
 from bench.ranks import Ranks
@@ -298,10 +298,10 @@ def _profiled(
     With accumulation we profile both kinds of micro-batches and scale the times to a whole step.
     """
     recipe = recipe_of(cell.variant)
-    functions = [name for proof in EVIDENCE.values() for name in proof.functions]
     compiles = recipe.compiled or recipe.library == "unsloth"  # Unsloth compiles parts itself
     step = batches[: min(plan.accumulate, KINDS_OF_MICRO_BATCHES)]
-    profile = profile_step(lambda: trainer.step(step), functions, not compiles)
+    functions, kinds = functions_of(recipe), kinds_of_kernels(recipe)
+    profile = profile_step(lambda: trainer.step(step), functions, not compiles, kinds)
     on_gpu = plan.device == "cuda"
     problem = not_run(recipe, cell.fused_modules, profile, on_gpu, len(step), plan.lora, plan.base)
     return profile.scaled(plan.accumulate / len(step)), problem

@@ -1,79 +1,66 @@
-"""Proof that a step ran what its variant fuses: autograd functions and GPU kernels by name."""
+"""Proof that a step ran what its variant fuses: autograd functions and GPU kernels by name.
 
-from typing import NamedTuple
+The proof of our own parts stands in `fused_lora/adopt/switches.py`. It is imported only where a
+variant fuses any: that imports transformers, and Unsloth has to be first.
+"""
 
-from bench.profiler import Profile
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from bench.profiler import Kinds, Profile
 from variants import BF16, NF4, Base, Lora, Recipe
+
+if TYPE_CHECKING:
+    from fused_lora.adopt.site import Evidence
 
 HEAD_NORMS = ("q_norm: rms_norm", "k_norm: rms_norm")  # as `fuse` reports them
 EVERYWHERE = Lora()
 FIRST_TARGETS = {"q_proj", "k_proj", "v_proj"}  # the first projections of a layer
 
 
-class Evidence(NamedTuple):
-    """Functions and kernels that run in a step for every module of a fused part.
+class Library(NamedTuple):
+    """Kernels that run in every step of another library, written as in `Evidence`.
 
-    functions: backward functions, with the number of modules each stands for. Forwards do not
-        count: they may run twice.
-    kernels: parts of the names of GPU kernels. Each runs at least once a module. "a|b": one of the
-        two does.
-    without_backward: modules without a backward, because nothing before them is trained.
-    lora_mlp_kernels: kernels that run only where gate, up and down have adapters without dropout.
-    nf4_kernels: kernels that run only on a base in NF4.
+    lora_mlp_kernels: those that run only where gate, up and down have adapters without dropout.
     """
 
-    functions: dict[str, int]
-    kernels: tuple[str, ...] = ()
-    without_backward: int = 0
+    kernels: tuple[str, ...]
     lora_mlp_kernels: tuple[str, ...] = ()
-    nf4_kernels: tuple[str, ...] = ()
 
 
-ROTATED = "_qkv_rope_kernel|_qkv_norm_rope_kernel"  # the second where heads have norms
-EVIDENCE = {  # by fused part, and for a library as a whole
-    "mlp": Evidence(
-        {"LoRA_MLPBackward": 1}, ("_swiglu_forward_kernel", "_swiglu_backward_kernel"),
-        nf4_kernels=("_dequantize_4bit_kernel",),
+LIBRARIES = {
+    "peft": Library(()),
+    # Unsloth 2026.10.9 rotates q and k of Qwen3 in the kernel that norms them
+    "unsloth": Library(
+        ("_rms_layernorm_forward", "_rope_embedding|_qk_norm_rope_forward"), ("_fg_kernel",)
     ),
-    # with rope, one function stands for q, k, v and o
-    "attention": Evidence(
-        {"LoRA_QKVBackward": 1, "LoRA_WBackward": 1, "LoRA_AttentionBackward": 2},
-        nf4_kernels=("_dequantize_4bit_kernel",),
-    ),
-    "rope": Evidence({"RoPEBackward": 1, "LoRA_AttentionBackward": 1}, ("_rope_kernel",)),
-    "rms_norm": Evidence(
-        {"RMSNormBackward": 1, "AddRMSNormBackward": 1},
-        ("_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
-        without_backward=1,
-    ),
-    "cross_entropy": Evidence({"LinearCrossEntropyBackward": 1}, ("_cross_entropy_kernel",)),
-    "layer": Evidence(
-        {"DecoderLayerBackward": 1},
-        (ROTATED, "_swiglu_backward_products_kernel",
-         "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
-        nf4_kernels=("_dequantize_4bit_kernel",),
-    ),
-    "fp8": Evidence(  # a layer in FP8
-        {"DecoderLayerBackward": 1},
-        (ROTATED, "_swiglu_backward_products_kernel", "_rms_norm_backward_kernel",
-         "_fp8_rows_kernel", "_fp8_borders_kernel"),
-    ),
-    "fp8_lm_head": Evidence({}, ("_logit_codes_kernel",)),
-    "checkpoint": Evidence({}),
-    "unsloth": Evidence(
-        # Unsloth 2026.10.9 rotates q and k of Qwen3 in the kernel that norms them
-        {}, ("_rms_layernorm_forward", "_rope_embedding|_qk_norm_rope_forward"),
-        lora_mlp_kernels=("_fg_kernel",),
-    ),
-    "liger": Evidence({}, ("_swiglu_forward_kernel", "_rms_norm_forward_kernel")),
-}  # fmt: skip
+    "liger": Library(("_swiglu_forward_kernel", "_rms_norm_forward_kernel")),
+}
 
 
 def evidence_of(recipe: Recipe) -> dict[str, Evidence]:
-    """Return the evidence of a recipe's library and fused parts, by part."""
-    renamed = {"layer": "fp8"} if recipe.fp8 else {}
-    parts = [part for part in (recipe.library, *recipe.fused) if part != "peft"]
-    return {part: EVIDENCE[renamed.get(part, part)] for part in parts}
+    """Return the evidence of a recipe's fused parts. "checkpoint" has none."""
+    if not recipe.fused:
+        return {}
+    from fused_lora.adopt.switches import BORDERS, switches_for
+
+    switches = switches_for(BORDERS["fp8"] if recipe.fp8 else None)
+    return {part: switches[part].evidence for part in recipe.fused if part != "checkpoint"}
+
+
+def functions_of(recipe: Recipe) -> list[str]:
+    """Return the autograd functions of a recipe's fused parts, as a profile names them."""
+    return [f"{name}Backward" for one in evidence_of(recipe).values() for name in one.functions]
+
+
+def kinds_of_kernels(recipe: Recipe) -> Kinds:
+    """Return the kinds of our kernels whose names do not tell. A part runs kernels of others."""
+    if not recipe.fused:
+        return ()
+    from fused_lora.adopt.switches import SWITCHES
+
+    return [kind for part in SWITCHES.values() for kind in part.kinds.items()]
 
 
 def not_run(
@@ -96,6 +83,10 @@ def not_run(
     is_trained_from_the_start = bool(FIRST_TARGETS & set(lora.targets))
     if on_gpu and recipe.compiled and not any("triton_" in name for name in profile.kernels_seen):
         return "no kernel of torch.compile's ran: the layers ran uncompiled"
+    library = LIBRARIES[recipe.library]
+    kernels = library.kernels + (library.lora_mlp_kernels if lora.is_plain_in_mlp else ())
+    if on_gpu and (problem := _missing(recipe.library, _counts(profile, kernels))):
+        return problem
     has_functions = not (recipe.compiled or recipe.graph)
     if {"attention", "rope"} <= set(recipe.fused):
         fused_modules = [name for name in fused_modules if not name.endswith(HEAD_NORMS)]
@@ -105,29 +96,35 @@ def not_run(
         if not is_trained_from_the_start:
             spared = max(spared, sum(".layers.0." in f".{name}" for name in modules))
         expected = micro_batches * max(1, len(modules) - spared)
-        ran = sum(
-            stands_for * profile.functions_seen.get(name, 0)
-            for name, stands_for in evidence.functions.items()
-        )
-        if evidence.functions and has_functions and ran < expected:
-            names = " and ".join(evidence.functions)
+        functions = {f"{name}Backward": count for name, count in evidence.functions.items()}
+        ran = sum(count * profile.functions_seen.get(name, 0) for name, count in functions.items())
+        if functions and has_functions and ran < expected:
+            names = " and ".join(functions)
             return f"{names} ran {ran} times in a step, for {len(modules)} modules"
         if not on_gpu:
             continue
-        kernels = evidence.kernels + (evidence.lora_mlp_kernels if lora.is_plain_in_mlp else ())
-        kernels += evidence.nf4_kernels if base == NF4 else ()
-        counts = {
-            kernel: sum(
-                count
-                for name, count in profile.kernels_seen.items()
-                if any(part in name for part in kernel.split("|"))
-            )
-            for kernel in kernels
-        }
-        if missing := [kernel for kernel, count in counts.items() if not count]:
-            names = ", ".join(missing).replace("|", " or ")
-            return f"{names} did not run: {part} was not what was timed"
+        unpacks = evidence.kernels_in_4_bits if base == NF4 else ()
+        counts = _counts(profile, evidence.kernels + unpacks)
+        if problem := _missing(part, counts):
+            return problem
         for kernel, count in counts.items():
             if recipe.graph and count < expected:
                 return f"{kernel} ran {count} times in a step, for {len(modules)} modules"
     return None
+
+
+def _counts(profile: Profile, kernels: tuple[str, ...]) -> dict[str, int]:
+    """Return how often each kernel ran; of "a|b", how often the two did."""
+    return {
+        kernel: sum(
+            count
+            for name, count in profile.kernels_seen.items()
+            if any(part in name for part in kernel.split("|"))
+        )
+        for kernel in kernels
+    }
+
+
+def _missing(part: str, counts: dict[str, int]) -> str | None:
+    missing = [kernel.replace("|", " or ") for kernel, count in counts.items() if not count]
+    return f"{', '.join(missing)} did not run: {part} was not what was timed" if missing else None

@@ -4,13 +4,16 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from errno import ENOSPC
-from typing import Any
 
 from rich.markup import escape
 
 from bench import processes as isolated
-from bench.options import QUICK_MINUTES, others_on_gpu, why_unavailable
+from bench.options import (
+    PUBLISHED_MINUTES,
+    QUICK_MINUTES,
+    others_on_gpu,
+    why_unavailable,
+)
 from bench.plan import Plan
 from bench.preparing import measure_floor, measure_kernels, prepare_run
 from bench.records import Kernels, Run
@@ -27,8 +30,6 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
     if todo:
         run.finished_utc = None
     say_unavailable(plan, todo)
-    if todo:
-        say_repeated(plan)
     if todo and sys.dont_write_bytecode:
         console.print("PYTHONDONTWRITEBYTECODE is set: if processes start slowly, unset it.")
 
@@ -86,18 +87,8 @@ def now() -> str:
 
 
 def prepare(plan: Plan, say: Callable[[str], None]) -> None:
-    """Make what every cell needs, in a process.
-
-    Raises:
-        RuntimeError: it failed. A full disk is an OSError that names the file.
-    """
-
-    def on_message(message: dict[str, Any]) -> None:
-        if "full" in message:
-            raise OSError(ENOSPC, os.strerror(ENOSPC), message["full"])
-        say(message["doing"])
-
-    must(isolated.run(prepare_run, plan, on_message=on_message))
+    """Make what every cell needs, in a process. Raises RuntimeError if it failed."""
+    must(isolated.run(prepare_run, plan, on_message=lambda message: say(message["doing"])))
 
 
 def must(ended: isolated.Ended) -> None:
@@ -116,29 +107,18 @@ def say_unavailable(plan: Plan, todo: Cells) -> None:
         console.print(escape(f"{', '.join(those)}: {reason}."), soft_wrap=True)
 
 
-def say_repeated(plan: Plan) -> None:
-    """Say once at which lengths there are too few chats for a round's steps."""
-    passes = {seq_len: plan.passes_over_data(seq_len) for seq_len in plan.seq_lens}
-    if often := [f"{n:.1f} times at {seq_len} tokens" for seq_len, n in passes.items() if n > 1]:
-        console.print(
-            f"Too few chats: a round's {plan.steps} steps use each {', '.join(often)}. Give more "
-            "with --data, or fewer --steps.", soft_wrap=True,
-        )  # fmt: skip
-
-
 def expected_time(plan: Plan) -> str:
     """Say how long a quick run takes, or a run of a published setting."""
-    lengths = " and ".join(map(str, plan.seq_lens))
-    if plan.published:
+    if setting := plan.published:
         return (
-            f"{plan.source.name} in the setting of {plan.published.page.name}: {plan.batch_size} x "
-            f"{lengths} tokens, {plan.accumulate} times a step; {len(plan.variants)} variants, "
-            f"{plan.steps} steps each: about {plan.published.minutes:.0f} minutes on an "
-            f"{plan.published.gpu}."
+            f"{plan.source.name} in the setting of {setting.page.name}: {plan.batch_size} x "
+            f"{setting.seq_len} tokens, {plan.accumulate} times a step; {len(plan.variants)} "
+            f"variants, {plan.steps} steps each: {PUBLISHED_MINUTES} minutes on an {setting.gpu}."
         )
     return (
-        f"{len(plan.variants)} variants at {lengths} tokens, {plan.rounds} rounds: about "
-        f"{QUICK_MINUTES} minutes on an H100, and two more where the weights are not there yet."
+        f"{len(plan.variants)} variants at {' and '.join(map(str, plan.seq_lens))} tokens, "
+        f"{plan.rounds} rounds: about {QUICK_MINUTES} minutes on an H100, and two more where the "
+        "weights are not there yet."
     )
 
 

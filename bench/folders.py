@@ -3,22 +3,20 @@
 import fcntl
 import os
 import shutil
-import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from errno import ENOSPC
 from pathlib import Path
+from uuid import uuid4
 
 LOCK = ".lock"
 UNFINISHED = ".*.tmp"
-LEFT_ON_A_FULL_DISK = 2**16  # bytes: less than the smallest write that fails
-LOG = ".lora-bench-"  # begins the names of processes' output files
+UNTOUCHED_S = 24 * 3600
 
 
 @contextmanager
-def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
-    """Make the folder and keep other runs out until the context ends or the process dies. Errors
-    name the option `flag`.
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder and keep other runs out until the context ends or the process dies.
 
     The lock belongs to the open file, which no child inherits: whatever kills the process frees the
     folder. The context removes the lock file, and the folder if it made it and nothing is in it.
@@ -39,10 +37,10 @@ def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
     except BlockingIOError:
         file.close()
         raise ValueError(
-            f"{flag} {folder}: another run is writing there; wait for it, or give another {flag}"
+            f"--out {folder}: another run is writing there; wait for it, or give another --out"
         ) from None
     except OSError as error:
-        raise ValueError(f"{flag} {folder}: cannot be written ({error.strerror})") from None
+        raise ValueError(f"--out {folder}: cannot be written ({error.strerror})") from None
     try:
         yield
     finally:
@@ -55,27 +53,14 @@ def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
 
 @contextmanager
 def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
-    """Give an empty file or folder next to `path` and move it there when the context ends.
+    """Give a free name next to `path`, or an empty folder, and move it there when the context ends.
 
-    It is locked meanwhile, unlike what a killed process leaves. If another process has put a folder
-    at `path`, that one stays.
-
-    Raises:
-        OSError: it cannot be written. If the disk is full the error names `path`, whoever wrote.
+    If another process has put a folder at `path`, that one stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    number = 0
-    while True:
-        number += 1
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}-{number}.tmp")
-        with suppress(FileExistsError):
-            unfinished.mkdir() if is_folder else unfinished.touch(exist_ok=False)
-            try:
-                lock = _lock_of(unfinished)
-            except OSError:  # the file system has no locks; nothing is removed there
-                lock = os.open(unfinished, os.O_RDONLY)
-            if lock is not None:
-                break  # else a starting run removed it before we locked it
+    unfinished = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
+    if is_folder:
+        unfinished.mkdir()
     try:
         yield unfinished
         try:
@@ -83,57 +68,17 @@ def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
         except OSError:
             if not (is_folder and path.is_dir()):
                 raise
-    except Exception as error:
-        if _is_full(error, path.parent):
-            raise OSError(ENOSPC, os.strerror(ENOSPC), str(path)) from None
-        raise
     finally:
         _remove(unfinished)
-        os.close(lock)
-
-
-def locked_log() -> "tempfile._TemporaryFileWrapper[bytes]":
-    """Open a file for a process's output. It is locked until it closes, and then it is gone.
-    Without a lock such a file is a killed run's."""
-    while True:
-        log = tempfile.NamedTemporaryFile(prefix=LOG, suffix=".log")  # noqa: SIM115
-        fcntl.flock(log, fcntl.LOCK_EX)
-        if os.fstat(log.fileno()).st_nlink:
-            return log
-        with suppress(FileNotFoundError):  # a starting run has removed it
-            log.close()
-
-
-def _is_full(error: Exception, folder: Path) -> bool:
-    """Return True if a disk is full. Libraries wrap that error in various types."""
-    says_so = getattr(error, "errno", None) == ENOSPC or os.strerror(ENOSPC) in str(error)
-    return says_so or shutil.disk_usage(folder).free < LEFT_ON_A_FULL_DISK
 
 
 def remove_unfinished(folder: Path, cache: Path) -> None:
-    """Remove half-written files of killed runs from a run's folder and a cache, and their logs."""
-    left = [*folder.glob(UNFINISHED), *cache.glob(f"*/{UNFINISHED}")]
-    for path in (*left, *Path(tempfile.gettempdir()).glob(f"{LOG}*")):
-        with suppress(OSError):  # somebody else's
-            if (lock := _lock_of(path)) is not None:
+    """Remove half-written files of killed runs from a run's folder and a cache: nobody has written
+    to them for a day."""
+    for path in (*folder.glob(UNFINISHED), *cache.glob(f"*/{UNFINISHED}")):
+        with suppress(OSError):  # somebody else's, or gone
+            if time.time() - path.stat().st_mtime > UNTOUCHED_S:
                 _remove(path)
-                os.close(lock)
-
-
-def _lock_of(path: Path) -> int | None:
-    """Lock a file or folder and return what to close. None: somebody else has it, or it is gone."""
-    try:
-        lock = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(lock).st_nlink:
-            return lock
-    except BlockingIOError:
-        pass
-    os.close(lock)
-    return None
 
 
 def _remove(path: Path) -> None:

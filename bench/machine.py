@@ -54,7 +54,7 @@ def visible_gpus() -> list[str]:
 
 
 def gpu_name() -> str:
-    return _text(pynvml.nvmlDeviceGetName(gpu_handle()))
+    return pynvml.nvmlDeviceGetName(gpu_handle())
 
 
 def gpu_handle(number: int = 0):
@@ -143,7 +143,7 @@ def card() -> str | None:
     uuid = _ask(pynvml.nvmlDeviceGetUUID, gpu_handle())
     if uuid is None:
         return None
-    return sha256(_text(uuid).encode()).hexdigest()[:8]
+    return sha256(uuid.encode()).hexdigest()[:8]
 
 
 def other_processes(own: int, gpus: int = 1) -> int | None:
@@ -198,7 +198,7 @@ def _gpu() -> Gpu | None:
     return Gpu(
         name=gpu_name(),
         memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-        driver=_text(pynvml.nvmlSystemGetDriverVersion()),
+        driver=pynvml.nvmlSystemGetDriverVersion(),
         power_limit_w=None if limit_mw is None else limit_mw / 1e3,
         max_sm_clock_mhz=_ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
         max_memory_clock_mhz=_ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM),
@@ -209,11 +209,6 @@ def _gpu() -> Gpu | None:
         ),
         persistence=_on(_ask(pynvml.nvmlDeviceGetPersistenceMode, handle)),
     )  # fmt: skip
-
-
-def _text(answer: str | bytes) -> str:
-    """Return a string of NVML's, which old drivers give as bytes."""
-    return answer if isinstance(answer, str) else answer.decode()
 
 
 def _on(value: int | None) -> bool | None:

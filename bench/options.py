@@ -52,6 +52,7 @@ SEVERAL_GPUS = {"seq_lens": [64, 512], "steps": 24, "rounds": 2, "interleave": 0
 SEVERAL_GPUS_REHEARSAL = {"seq_lens": [16], "steps": 2}
 MOST_GPUS = 64
 QUICK_MINUTES = 6  # expected on an H100 once the weights are there
+PUBLISHED_MINUTES = "five to ten"
 SHORT = 128  # up to this many tokens the host slows steps, and --quick interleaves
 
 # The options that each command reads, by the option that asks for it. All others are refused. The
@@ -152,9 +153,8 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     data = group("the data and the batches")
     add("--data",
         "chats: a file of JSON lines, JSON or parquet, or a data set of the hub as "
-        "ORGANISATION/NAME or ORGANISATION/NAME:SPLIT; each row with messages, ShareGPT's "
-        "conversations, prompt and completion, or Alpaca's instruction and output (default: "
-        "data/sft_train.jsonl)",
+        "ORGANISATION/NAME or ORGANISATION/NAME:SPLIT; each row with messages, prompt "
+        "and completion, or ShareGPT's conversations (default: data/sft_train.jsonl)",
         default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA", to=data)  # fmt: skip
     add("--seq-lens", "tokens per sequence", nargs="+", type=int, metavar="N", to=data)
     add("--batch-size", "sequences per step", type=int, metavar="N", to=data)

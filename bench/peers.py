@@ -10,8 +10,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -21,7 +19,7 @@ WHERE_PINNED = PINS.relative_to(HERE)
 
 
 class DoesNotResolve(Exception):
-    """Pip found no versions that fit together. Its message names the conflict in one line."""
+    """Pip found no versions that fit together. Its message is pip's reason in one line."""
 
 
 def pins(path: Path = PINS) -> dict[str, str]:
@@ -30,74 +28,56 @@ def pins(path: Path = PINS) -> dict[str, str]:
     return {name.replace("-", "_"): pin for name, pin in found}
 
 
-def resolved(names: Iterable[str], *requirements: str) -> dict[str, str]:
-    """Return the newest versions of `names` with which pip could install the requirements.
-
-    Installs nothing. Raises DoesNotResolve if no versions fit together.
-    """
-    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--progress-bar", "off"]
+def resolved(*requirements: str) -> dict[str, str]:
+    """Return the versions that pip would install, by import name, or raise DoesNotResolve."""
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--upgrade",
+        "--progress-bar",
+        "off",
+    ]
     with NamedTemporaryFile() as report:
-        asked = [*pip, "--upgrade", "--report", report.name, *requirements]
+        asked = [*pip, "--report", report.name, *requirements]
         done = subprocess.run(asked, capture_output=True, text=True)
         if done.returncode:
-            raise DoesNotResolve(_conflict(done.stdout + done.stderr))
+            said = done.stdout + done.stderr
+            caused = re.search(r"conflict is caused by:\n(.*?)(?:\n\n|\Z)", said, re.DOTALL)
+            lines = caused[1].splitlines() if caused else re.findall(r"^ERROR: (.*)$", said, re.M)
+            raise DoesNotResolve("; ".join(dict.fromkeys(map(str.strip, lines))) or "pip says no")
         found = [one["metadata"] for one in json.load(report)["install"]]
-    versions = {one["name"].replace("-", "_"): one["version"] for one in found}
-    return {name: versions.get(name) or version(name) for name in names}  # or installed already
+    return {one["name"].replace("-", "_"): one["version"] for one in found}
 
 
-def _conflict(said: str) -> str:
-    """Return pip's reason in one line: the conflicting requirements, else its first error."""
-    lines = [line.strip() for line in said.splitlines()]
-    if "The conflict is caused by:" in lines:
-        after = lines[lines.index("The conflict is caused by:") + 1 :]
-        reasons = after[: after.index("")] if "" in after else after
-        return "; ".join(dict.fromkeys(reasons))
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    return errors[0] if errors else "pip gave no reason"
-
-
-def look(pinned: dict[str, str]) -> list[str]:
-    """Return a line for each newer release of a peer, or one that says there is none.
-
-    Raises DoesNotResolve if the pins themselves do not fit requirements.txt.
-    """
-    beside = ("-r", str(PUBLISHED))
-    newest = resolved(pinned, "--no-deps", *pinned)
-    try:
-        would = resolved(pinned, *beside, *(f"{name}>={pin}" for name, pin in pinned.items()))
-    except DoesNotResolve:
-        would = {}
-    if would != pinned:
-        resolved(pinned, *beside, *(f"{name}=={pin}" for name, pin in pinned.items()))
+def newer_releases(pinned: dict[str, str]) -> list[str]:
+    """Return a line for each newer release of a peer: would it fit requirements.txt?"""
     lines = []
-    for name, pin in pinned.items():
-        if newest[name] == pin:
-            continue
-        newer = f"{name} {newest[name]} is newer than the pinned {pin}"
-        if would.get(name) == newest[name]:
-            lines.append(f"{newer} and would resolve: pin it in {WHERE_PINNED} and measure it")
-            continue
-        try:
-            resolved([name], *beside, f"{name}=={newest[name]}")
-            why = "does not resolve beside the other peers"
-        except DoesNotResolve as conflict:
-            why = f"does not resolve: {conflict}"
-        instead = f"; {would[name]} would" if would.get(name, pin) != pin else ""
-        lines.append(f"{newer} but {why}{instead}")
-    words = ", ".join(f"{name} {pin}" for name, pin in pinned.items())
-    return lines or [f"No peer has a newer release than its pin: {words}"]
+    for name, newest in resolved("--no-deps", *pinned).items():
+        if newest != pinned[name]:
+            newer = f"{name} {newest} is newer than the pinned {pinned[name]}"
+            try:
+                resolved("-r", str(PUBLISHED), f"{name}=={newest}")
+                lines.append(f"{newer} and would resolve: pin it in {WHERE_PINNED} and measure it")
+            except DoesNotResolve as conflict:
+                lines.append(f"{newer} but does not resolve: {conflict}")
+    return lines
 
 
 def main() -> int:
     pinned = pins()
+    words = ", ".join(f"{name} {pin}" for name, pin in pinned.items())
     try:
-        print("\n".join(look(pinned)))
+        resolved("-r", str(PUBLISHED), *(f"{name}=={pin}" for name, pin in pinned.items()))
+        lines = newer_releases(pinned)
     except DoesNotResolve as conflict:
         print(
             f"{WHERE_PINNED} does not resolve beside {PUBLISHED.name}: {conflict}", file=sys.stderr
         )
         return 1
+    print("\n".join(lines or [f"No peer has a newer release than its pin: {words}"]))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from batches import (
     Batch,
     load_tokenizer,
     make_batches,
-    passes_over,
     read_chats,
     sha256_of,
     tokenize,
@@ -85,13 +83,6 @@ class Plan:
         """Return those of all GPUs, which take them in turn."""
         return self.batches(seq_len, self.batch_size, self._count)
 
-    def passes_over_data(self, seq_len: int) -> float:
-        """Return how often a round's timed steps go through the chats."""
-        tokenized = _tokenized(self.data, self.source.tokenizer)
-        return passes_over(
-            tokenized, seq_len, self.batch_size, self._count, self.padded, self.documents
-        )
-
     @property
     def _count(self) -> int:
         """The number of micro-batches of a round, those of all GPUs."""
@@ -109,14 +100,6 @@ class Plan:
         except ValueError:
             return False
         return bool((second.labels[:, 2:] != IGNORED).any())
-
-    def shortest_from(self, seq_len: int) -> int | None:
-        """Return the shortest length from `seq_len` up that trains, or None."""
-        examples = _tokenized(self.data, self.source.tokenizer)
-        if self.padded:  # rows begin with an example, so lengths before a label train nothing
-            seq_len = max(seq_len, 1 + min(_first_label(example.labels) for example in examples))
-        lengths = range(seq_len, 2 * max(len(example.labels) for example in examples))
-        return next((n for n in lengths if self.trains_at(n)), None)
 
     @property
     def parity_seq_len(self) -> int:
@@ -168,8 +151,3 @@ class Plan:
 @functools.cache
 def _tokenized(data: Path, tokenizer: Path):
     return tokenize(read_chats(data), load_tokenizer(tokenizer))
-
-
-def _first_label(labels: list[int]) -> int:
-    """Return the place of the first label from a row's third token on."""
-    return next((n for n, label in enumerate(labels) if n >= 2 and label != IGNORED), sys.maxsize)

@@ -14,7 +14,7 @@ from bench.folders import check_writable, locked, remove_unfinished
 from bench.option_checks import check_options
 from bench.options import fill_in, variants_of
 from bench.records import Run
-from bench.run_folder import command_beside, run_folder
+from bench.run_folder import run_folder
 from bench.weights import (
     Source,
     check_architecture,
@@ -39,19 +39,15 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
     asked = fill_in(arguments)
     check_options(asked)
     source = resolve(str(asked.model), asked.cache.resolve(), asked.seed)
-    if not (asked.cache / "data").is_dir():
-        check_writable("--cache", asked.cache)
-    data = chats.gather(asked.data, asked.cache, None if source.config else source.folder)
+    check_writable("--cache", asked.cache)
+    data = chats.gather(asked.data, asked.cache)
     check_model(source, asked)
     folder = run_folder(asked, source, data)
     with locked(folder):
         remove_unfinished(folder, asked.cache)
-        if not source.is_there():
-            check_writable("--cache", asked.cache)
         plan = make_plan(asked, source, data)
         if not plan.is_prepared():
             check_architecture(source, plan.lora.targets)
-            check_writable("--cache", plan.cache)
         check_lengths(plan)
         if plan.documents:
             check_documents(source)
@@ -60,8 +56,7 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
             recorded(argv), machine.environment(), planned_experiment(plan), rehearsal
         )
         path = folder / "results.json"
-        beside = f"this command measures beside it: {command_beside(argv[1:], folder)}"
-        run = store.continue_from(path, fresh, beside)
+        run = store.continue_from(path, fresh)
         # the last check: wrong arguments are reported whoever else is on the GPU
         if others := options.others_on_gpu(plan.device, plan.allow_shared_gpu, plan.gpus):
             raise ValueError(others)
@@ -135,11 +130,9 @@ def check_lengths(plan: "Plan") -> None:
     """Raise ValueError for a length too short to reach an answer, where nothing is trained."""
     for seq_len in plan.seq_lens:
         if not plan.trains_at(seq_len):
-            works = plan.shortest_from(seq_len + 1)
-            wanted = f"give {works} or more" if works else "give other --data"
             raise ValueError(
                 f"--seq-lens {seq_len}: no row of --data reaches far enough into an answer to "
-                f"train every adapter; {wanted}"
+                "train every adapter; give more, or other --data"
             )
 
 

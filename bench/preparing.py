@@ -4,7 +4,6 @@ and the kernels alone.
 Every public function takes `send` first and sends its findings to the parent with it.
 """
 
-from errno import ENOSPC
 from math import ceil
 from typing import Any
 
@@ -17,17 +16,8 @@ from bench.weights import materialize
 def prepare_run(send: Send, plan: Plan) -> None:
     """Make the base weights and the parity references that are missing.
 
-    Sends {"doing": words} for each, and {"full": path} if a disk is full.
+    Sends {"doing": words} for each.
     """
-    try:
-        _prepare(send, plan)
-    except OSError as error:
-        if error.errno != ENOSPC:
-            raise
-        send({"full": error.filename})
-
-
-def _prepare(send: Send, plan: Plan) -> None:
     from bench.parity import make_reference
 
     send({"doing": f"base weights of {plan.source.name}"})

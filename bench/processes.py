@@ -15,9 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
-
-from bench.folders import locked_log
 
 EXIT_GRACE_S = 30  # from closing the connection to being killed
 TERMINATE_GRACE_S = 5  # from being told to stop to being killed
@@ -173,7 +172,7 @@ class _Process:
     """A function in a fresh process that has started, and the connection to it."""
 
     def __init__(self, function: Callable[..., None], arguments: tuple, takes_turns: bool = False):
-        self.log = locked_log()
+        self.log = NamedTemporaryFile(prefix="lora-bench-")  # noqa: SIM115
         self.hangs_after_s: float | None = None
         self.killed_at: float | None = None  # once asked to stop, on the monotonic clock
         context = multiprocessing.get_context("spawn")  # fork would copy CUDA's and torch's state

@@ -11,40 +11,32 @@ A replayed CUDA graph calls no module. Kernels without a telling name count as "
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-# The kinds of work, in the order in which pictures stack them.
-KINDS = (
-    "matmul", "attention", "dequantising", "norm", "activation", "rope", "adapter", "loss",
-    "optimizer", "copy", "other",
-)  # fmt: skip
-
-# The first match decides. Compiled kernels carry the names of all they fuse, so more telling
-# patterns come first.
+# The kinds of work, by words in kernels' names. The first match decides. Compiled kernels carry the
+# names of all they fuse, so more telling patterns come first. `Part.kinds` (fused_lora/adopt) has
+# those of our own kernels whose names say nothing.
 KIND_BY_NAME = [
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
         ("optimizer", r"multi_tensor_apply(?!.*CopyFunctor)|adam"),
         ("dequantising", r"dequant"),  # of a base in 4 bits: bitsandbytes', Unsloth's and ours
-        ("loss", r"cross_entropy|log_probs|nll_loss|softmax|_fl_\w+_kernel|logit_codes|_wrong_la"),
+        ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel"),
         ("attention", r"flash|fmha|sdpa|attention|compute_dot_do_o|convert_dq"),
         ("matmul", r"nvjet|gemm|cutlass|cublas|splitk|\bmatmul"),
-        ("adapter", r"_extend_rows|_border|_coded_product|_drop|_keep_bits|_sum\w*_kernel"),
-        ("norm", r"rms_?norm|layer_?norm|_add_normed|_norm_codes|_norm_backward|rsqrt|meanops"),
-        (
-            "activation",
-            r"swiglu|geglu|silu|gelu|sigmoid|_fg_kernel|_dwf_dw_dfg_kernel|_guess|_repair|_output_gate|causal_conv",
-        ),
+        ("norm", r"rms_?norm|layer_?norm|rsqrt|meanops"),
+        ("activation", r"swiglu|geglu|silu|gelu|sigmoid|_fg_kernel|_dwf_dw_dfg_kernel"),
         ("rope", r"rope|rotary|cos_kernel|sin_kernel"),
         (
             "copy",
-            r"copy_kernel|_fp8_rows|_transpose_kernel|CopyFunctor|memcpy|memset|fillfunctor|fused_+(to_copy|addmm|t|transpose|_)+_\d",
+            r"copy_kernel|CopyFunctor|memcpy|memset|fillfunctor|fused_+(to_copy|addmm|t|transpose|_)+_\d",
         ),
     )
 ]
@@ -58,6 +50,8 @@ KIND_BY_MODULE = [
     ("other", re.compile(r"DecoderLayer$|Embedding$|Model$")),
     ("loss", re.compile(r"ForCausalLM$")),
 ]
+# Kinds of kernels that KIND_BY_NAME does not know, and how their names begin.
+Kinds = Sequence[tuple[str, tuple[str, ...]]]
 RANGE = "module: "
 AUTOGRAD_BACKWARD = "autograd::engine::evaluate_function: "
 
@@ -105,11 +99,13 @@ class Profile:
         )
 
 
-def profile_step(step: Callable[[], Any], functions: Iterable[str], mark_modules: bool) -> Profile:
+def profile_step(
+    step: Callable[[], Any], functions: Iterable[str], mark_modules: bool, kinds: Kinds = ()
+) -> Profile:
     """Run `step` once under the profiler.
 
     functions: names of autograd functions to count. mark_modules: whether to mark module calls.
-    Compiled models would compile again.
+    Compiled models would compile again. kinds: of kernels whose names do not tell.
     """
     on_gpu = torch.cuda.is_available()
     # Without this CUPTI stays in every call to the GPU until the process ends. On an H100's host a
@@ -126,19 +122,19 @@ def profile_step(step: Callable[[], Any], functions: Iterable[str], mark_modules
     return Profile(
         kernels_seen=dict(names.most_common()),
         functions_seen={name: called[name] for name in functions},
-        kernel_ms=kernel_ms_by_kind(ops, kernels),
+        kernel_ms=kernel_ms_by_kind(ops, kernels, kinds),
         gpu_busy_ms=busy_ns(kernels) / 1e6 if kernels else None,
     )
 
 
-def kernel_ms_by_kind(ops: list[Op], kernels: list[Kernel]) -> dict[str, float]:
+def kernel_ms_by_kind(ops: list[Op], kernels: list[Kernel], kinds: Kinds = ()) -> dict[str, float]:
     """Add up the kernels' time in ms by kind. Kinds without any are left out."""
     module_kind = _kind_by_op(ops)
     total: dict[str, float] = defaultdict(float)
     for kernel in kernels:
-        kind = kind_of_name(kernel.name) or module_kind.get(kernel.op, "other")
+        kind = kind_of_name(kernel.name, kinds) or module_kind.get(kernel.op, "other")
         total[kind] += (kernel.end - kernel.start) / 1e6
-    return {kind: total[kind] for kind in KINDS if kind in total}
+    return dict(total)
 
 
 def busy_ns(kernels: list[Kernel]) -> int:
@@ -150,8 +146,11 @@ def busy_ns(kernels: list[Kernel]) -> int:
     return busy
 
 
-def kind_of_name(name: str) -> str | None:
-    return next((kind for kind, pattern in KIND_BY_NAME if pattern.search(name)), None)
+def kind_of_name(name: str, kinds: Kinds = ()) -> str | None:
+    """Return the kind of a kernel by its name, None if that does not tell."""
+    given = (kind for kind, beginnings in kinds if name.startswith(beginnings))
+    known = (kind for kind, pattern in KIND_BY_NAME if pattern.search(name))
+    return next(chain(given, known), None)
 
 
 def _kind_by_op(ops: list[Op]) -> dict[int, str]:

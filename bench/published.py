@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from variants import BF16, NF4, SUITES, TARGETS, Base
+from variants import BF16, NF4, TARGETS, Base
 
 MODELS = "configs"
 # How we measure it by default.
 MEASURED_IN = {"steps": 3, "rounds": 1, "interleave": 0}
-# Expected, not measured: weights, reference and floor; starting, loading and profiling in each
-# process; five steps of two micro-batches until a model is warm, and a profiled one.
-MINUTES_TO_PREPARE, MINUTES_A_PROCESS = 0.95, 0.4
-WARM_UP_MICRO_BATCHES = 12
 
 
 @dataclass(frozen=True)
@@ -61,15 +57,6 @@ class PublishedSetting:
     @property
     def name(self) -> str:
         return setting_name(self.model, self.base)
-
-    @property
-    def minutes(self) -> float:
-        """The expected minutes of the suite on their GPU, with steps as fast as theirs."""
-        micro_batches = MEASURED_IN["steps"] * self.accumulate + WARM_UP_MICRO_BATCHES
-        tokens = micro_batches * self.batch_size * self.seq_len
-        steps_s = tokens / self.claims[0].tokens_per_s
-        a_variant = MINUTES_A_PROCESS + steps_s / 60
-        return MINUTES_TO_PREPARE + len(SUITES["published"]) * a_variant
 
     def is_that(self) -> dict[str, Any]:
         """Return the options of a run in this setting, by name."""

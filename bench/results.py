@@ -50,9 +50,6 @@ def new_run(
     argv: list[str], environment: Environment, experiment: Experiment, rehearsal: bool
 ) -> Run:
     """Make a run without cells. A rehearsal runs without a GPU and is no performance result."""
-    steps, rounds = experiment.steps, experiment.rounds
-    if steps % rounds:
-        raise ValueError(f"{steps} steps do not spread over {rounds} rounds: give a multiple")
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return Run(2, rehearsal, argv, now, None, environment, experiment)
 
@@ -91,28 +88,14 @@ def load(path: str | Path) -> Run:
     path = Path(path)
     data = path.read_bytes()
     try:
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
-        schema = msgspec.json.decode(data, type=_Header).schema_version
-    except msgspec.ValidationError:
-        schema = None
+        return decode(gzip.decompress(data) if path.suffix == ".gz" else data)
     except UNREADABLE as error:
         problem = f"{path} is not whole JSON ({error})"
         raise ValueError(f"{problem}: restore it, or delete it and measure again") from None
-    if schema is None:
-        raise ValueError(f"{path} has no schema_version, so it is not ours: give another path")
-    if schema != 2:
-        raise ValueError(
-            f"{path} has schema {schema}, this version writes 2: give another --out, or delete "
-            "that file"
-        )
-    try:
-        return decode(data)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}: restore it, or delete it and measure again") from None
-
-
-class _Header(msgspec.Struct):
-    schema_version: Any = None
+        raise ValueError(
+            f"{path}: {error}: give another path, or restore it, or delete it and measure again"
+        ) from None
 
 
 def decode(data: bytes) -> Run:
@@ -128,12 +111,12 @@ def decode(data: bytes) -> Run:
 # --- continuing and merging -----------------------------------------------------------------------
 
 
-def continue_from(path: str | Path, fresh: Run, instead: str = "give another --out") -> Run:
+def continue_from(path: str | Path, fresh: Run) -> Run:
     """Return the run in this file, widened to what `fresh` asks for, or `fresh` without a file.
 
     Only the same experiment on the same machine may continue. Variants, lengths and rounds may
     grow, but not the steps of a round. A package that one of the runs lacks measured nothing there
-    and is no difference. Any other difference is a ValueError that says what to do `instead`.
+    and is no difference. Any other difference is a ValueError.
     """
     path = Path(path)
     if not path.exists():
@@ -141,7 +124,7 @@ def continue_from(path: str | Path, fresh: Run, instead: str = "give another --o
     earlier = load(path)
     if differences := _differences(earlier, fresh):
         differing = f"{path} holds another run: {first_few(differences)}"
-        raise ValueError(f"{differing}; {instead}")
+        raise ValueError(f"{differing}; give another --out")
     _widen(earlier, fresh)
     return earlier
 

@@ -10,7 +10,6 @@ Variants, lengths and rounds are not in the name: a run can grow by them.
 import argparse
 import hashlib
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,20 +70,3 @@ def _name_of(source: Source) -> str:
         digest = hashlib.sha256(source.name.encode()).hexdigest()[:6]
         return f"{source.folder.name}-{digest}"
     return source.label.replace("/", "--")  # no name on the hub has two hyphens
-
-
-def command_beside(argv: list[str], folder: Path) -> str:
-    """Return the same command with a new folder next to `folder`."""
-    kept: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word == "--out":
-            next(words, None)
-        elif not word.startswith("--out="):
-            kept.append(word)
-    if not folder.name:  # it is "."
-        folder = folder.resolve()
-    number = 2
-    while (beside := folder.with_name(f"{folder.name}-{number}")).exists():
-        number += 1
-    return shlex.join(["python", "lora_bench.py", *kept, "--out", str(beside)])

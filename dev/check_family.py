@@ -77,8 +77,8 @@ def find_class(given: str) -> tuple[type, dict]:
 def code_of(cls: Any, kind: str) -> list[str]:
     """Return the lines of what runs when the class is called, with its family's name taken out."""
     module = sys.modules[cls.__module__]
-    called = [getattr(module, name, None) for name in known.CALLED.get(kind, ())]
-    functions = [cls.forward, getattr(cls, known.METHODS.get(kind, "_"), None), *called]
+    called = [getattr(module, name, None) for name in families.CALLED.get(kind, ())]
+    functions = [cls.forward, getattr(cls, families.METHODS.get(kind, "_"), None), *called]
     lines = []
     for function in functions:
         if function is not None:

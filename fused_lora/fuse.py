@@ -23,6 +23,7 @@ from .adopt.foreign.parallel import (
     reshard,
 )
 from .adopt.four_bit.reading import bytes_in_buffers
+from .adopt.layer_reading import why_not_weights
 from .adopt.own_memory import unborder
 from .adopt.report import (
     ASKED,
@@ -201,7 +202,7 @@ class _Asked:
     def _may_lie_in(self, switch: str) -> bool:
         kind = BORDERS[switch]
         why_not = (
-            kind.why_not(layer)
+            why_not_weights(layer, kind)
             for name, layer, site in switches_for(kind)["layer"].candidates(self.model)
             if site.why_not(self.model, name) is None  # else it runs in parts
         )

@@ -72,14 +72,14 @@ def add_gradients(
 
 
 class HeadOperands(NamedTuple):
-    """The tensors of `LinearLogProbs`, tokens flat. The first five may have gradients."""
+    """The tensors of `LinearLogProbs`. The first five may have gradients."""
 
-    hidden: Tensor  # [tokens, hidden]
+    hidden: Tensor  # [..., hidden]
     weight: Tensor  # [vocabulary, hidden]
     bias: Tensor | None  # [vocabulary]
-    z: Tensor | None  # [tokens, r]: scaling h A' of an adapter
+    z: Tensor | None  # [..., r]: scaling h A' of an adapter
     B: Tensor | None  # [vocabulary, r]
-    labels: Tensor  # [tokens]
+    labels: Tensor  # [...]
     rows: Tensor | None  # [n], from `labelled_rows`; None: all
 
 
@@ -97,8 +97,10 @@ class HeadChunks:
     """The rows of a call, one chunk at a time. The logits of all chunks share their memory."""
 
     def __init__(self, operands: HeadOperands, dtype: torch.dtype, chunk_tokens: int):
-        self._operands, self._dtype, self._chunk_tokens = operands, dtype, chunk_tokens
-        self._labels = picked(operands.labels, operands.rows).contiguous()
+        self._rows, self._dtype, self._chunk_tokens = operands.rows, dtype, chunk_tokens
+        self._hidden, self._z = _flat(operands.hidden), _flat(operands.z)
+        self._tokens = operands.labels.shape.numel()
+        self._labels = picked(operands.labels.reshape(-1), operands.rows).contiguous()
         self.count = len(self._labels)
         self.weight = operands.weight.to(dtype)
         self.B = None if operands.B is None else operands.B.to(dtype)
@@ -108,23 +110,27 @@ class HeadChunks:
     def __iter__(self) -> Iterator[HeadChunk]:
         for start in range(0, self.count, self._chunk_tokens):
             part = slice(start, start + self._chunk_tokens)
-            x, z = self._in_chunk(self._operands.hidden, part), None
+            x, z = self._in_chunk(self._hidden, part), None
             logits = self._head.logits(x)
-            if self._operands.z is not None and self.B is not None:
-                z = self._in_chunk(self._operands.z, part)
+            if self._z is not None and self.B is not None:
+                z = self._in_chunk(self._z, part)
                 logits.addmm_(z, self.B.t())
             yield HeadChunk(part, self._labels[part], x, z, logits)
 
     def _in_chunk(self, tokens: Tensor, part: slice) -> Tensor:
-        rows = self._operands.rows
+        rows = self._rows
         return (tokens[part] if rows is None else picked(tokens, rows[part])).to(self._dtype)
 
     def new_rows(self, like: Any) -> Tensor:
-        return self.weight.new_empty(self.count, like.shape[1])
+        return self.weight.new_empty(self.count, like.shape[-1])
 
     def in_full(self, numbers: Tensor) -> Tensor:
         """Return the numbers [n] of the rows as those of all tokens, 0 elsewhere."""
-        return placed(numbers, self._operands.rows, self._operands.labels.shape)
+        return placed(numbers, self._rows, torch.Size((self._tokens,)))
+
+
+def _flat(tokens: Any) -> Any:
+    return None if tokens is None else tokens.reshape(-1, tokens.shape[-1])
 
 
 def picked(tokens: Tensor, rows: Tensor | None) -> Tensor:

@@ -48,6 +48,7 @@ from .cross_entropy import check_head_operands, default_chunk_tokens, labelled_r
 from .head import HeadChunk, HeadChunks, HeadOperands, add_gradients, picked, placed
 from .kernels.logits import LogitScaling, Statistics, cross_entropy_, log_probs_gradient_
 from .label_check import checking
+from .rerun import join, split
 
 OPTIONAL = ("entropy", "is_top1", "log_sum_sq_probs", "mean_logits")
 
@@ -82,14 +83,23 @@ class Request(NamedTuple):
     with_gradient: bool  # the caller's grad mode; needs_input_grad is True even under no_grad
 
 
+class LogProbsTargets(NamedTuple):
+    """The operands of LinearLogProbs that it does not differentiate."""
+
+    labels: Tensor  # [...], hidden's shape without the last dimension
+    rows: Tensor | None  # [n], from `labelled_rows`; None: all
+    request: Request
+
+
 class LinearLogProbs(torch.autograd.Function):
-    """``LinearLogProbs.apply(hidden, weight, bias, z, B, labels, rows, request)``: see `log_probs`
-    and `HeadOperands`, which has flat tokens. Returns the first five fields of LogProbs."""
+    """``LinearLogProbs.apply(hidden, weight, bias, z, B, targets)``: see `log_probs` and
+    `HeadOperands`. Returns the first five fields of LogProbs."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, z, B, labels, rows, request):
+    def forward(ctx, hidden, weight, bias, z, B, targets):
         ctx.set_materialize_grads(False)  # entropy is often only logged
-        operands = HeadOperands(_flat(hidden), weight, bias, _flat(z), B, labels.reshape(-1), rows)
+        labels, rows, request = targets
+        operands = HeadOperands(hidden, weight, bias, z, B, labels, rows)
         needs = [need and request.with_gradient for need in ctx.needs_input_grad[:5]]
         need_hidden, need_weight, need_bias, need_z, need_B = needs
         keeps_rows = (need_hidden or need_z) and not (need_weight or need_bias or need_B)
@@ -114,19 +124,25 @@ class LinearLogProbs(torch.autograd.Function):
                 # of the losses: minus that of log_probs
                 _add_gradients(chunks, chunk, _cut(chunk.part, grad_hidden, grad_z))
 
-        maxima, log_sums, entropy, log_sum_sq_probs, mean_logits, is_top1 = statistics
-        may_recompute = any(needs) and (entropy is not None or not keeps_rows)
-        inputs = (hidden, weight, bias, z, B)
-        recompute_from = (*inputs, labels, maxima, log_sums, entropy)
-        if not may_recompute:
-            recompute_from = (None,) * 9
-        ctx.save_for_backward(grad_hidden, grad_z, rows, *recompute_from)
+        recompute_from = None
+        if any(needs) and (statistics.entropies is not None or not keeps_rows):
+            read = Statistics(statistics.maxima, statistics.log_sums, statistics.entropies)
+            recompute_from = operands._replace(rows=None), read
+        tensors, ctx.rest = split((grad_hidden, grad_z, rows, recompute_from))
+        ctx.save_for_backward(*tensors)
         ctx.request, ctx.keeps_rows = request, keeps_rows
-        ctx.like = [one if one is None else (one.shape, one.dtype) for one in inputs]
-        is_top1 = None if is_top1 is None else is_top1.bool()
+        ctx.like = [
+            one if one is None else (one.shape, one.dtype) for one in (hidden, weight, bias, z, B)
+        ]
         outputs = [
             None if one is None else chunks.in_full(one).view(labels.shape)
-            for one in (-losses, entropy, is_top1, log_sum_sq_probs, mean_logits)
+            for one in (
+                -losses,
+                statistics.entropies,
+                None if statistics.is_top1 is None else statistics.is_top1.bool(),
+                statistics.log_sums_of_squares,
+                statistics.means,
+            )
         ]
         ctx.mark_non_differentiable(*(one for one in outputs[2:] if one is not None))
         return tuple(outputs)
@@ -134,31 +150,30 @@ class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy=None, *_):
         refuse_second_derivative("log_probs", "F.log_softmax")
-        grad_hidden, grad_z, rows, *given, maxima, log_sums, entropy = ctx.saved_tensors
+        grad_hidden, grad_z, rows, recompute_from = join(ctx.rest, ctx.saved_tensors)
+        if grad_log_probs is None and grad_entropy is None:
+            return (None,) * len(ctx.needs_input_grad)
         incoming: list[Any] = [
             None if one is None else picked(one.reshape(-1), rows).float().contiguous()
             for one in (grad_log_probs, grad_entropy)
         ]
-        if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 8
         factor = None
         if ctx.keeps_rows and grad_entropy is None:
             factor = -incoming[0][:, None]
             gradients = [grad_hidden, None, None, grad_z, None]
         else:
-            hidden, weight, bias, z, B, labels = given
-            operands = HeadOperands(
-                _flat(hidden), weight, bias, _flat(z), B, labels.reshape(-1), rows
-            )
-            statistics, needs = Statistics(maxima, log_sums, entropy), ctx.needs_input_grad[:5]
-            gradients = _recomputed(operands, ctx.request, statistics, incoming, needs)
+            operands, statistics = recompute_from
+            gradients = _recomputed(
+                operands._replace(rows=rows), ctx.request, statistics, incoming,
+                ctx.needs_input_grad[:5],
+            )  # fmt: skip
         finished = [
             None if one is None else _finished(one, factor, its_rows, *like)
             for one, its_rows, like in zip(
                 gradients, (rows, None, None, rows, None), ctx.like, strict=True
             )
         ]
-        return *finished, None, None, None
+        return *finished, None
 
 
 def _recomputed(
@@ -198,10 +213,6 @@ def _add_gradients(
     add_gradients(chunk.logits, chunk.x, chunks.weight, grad_x, grad_weight)
     if chunk.z is not None and chunks.B is not None:
         add_gradients(chunk.logits, chunk.z, chunks.B, grad_z, grad_B)
-
-
-def _flat(tokens: Any) -> Any:
-    return None if tokens is None else tokens.reshape(-1, tokens.shape[-1])
 
 
 def _sum_over_tokens(like: Any) -> Tensor:
@@ -307,7 +318,7 @@ def log_probs(
         ignore_index, chunk_tokens or default_chunk_tokens(len(weight), dtype), outputs,
         _scaling(temperature, softcap, logit_scale), dtype, torch.is_grad_enabled(),
     )  # fmt: skip
-    found = LinearLogProbs.apply(hidden, weight, bias, z, B, labels, rows, request)
+    found = LinearLogProbs.apply(hidden, weight, bias, z, B, LogProbsTargets(labels, rows, request))
     items = num_items_in_batch
     if items is None:
         items = (labels != ignore_index).sum().clamp(min=1)

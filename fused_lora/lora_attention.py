@@ -27,13 +27,14 @@ saves. Norms of heads add raw q and k, and v where it has one: 10.2 kB a token i
 adds one bit for each element of a, and one for each element of x for each of q, k and v.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_mlp.dropout import draw_masks, masks_of, parts_of
+from fused_mlp.dropout import draw_masks
 from fused_mlp.launching import check_runnable
 from fused_mlp.utils import (
     Group,
@@ -46,13 +47,9 @@ from fused_mlp.utils import (
     without_autocast,
 )
 
+from .kernels.causal_attention import Attention
 from .kernels.head_norms import HeadNorms
-from .kernels.qkv_attention import (
-    Attention,
-    AttentionSaved,
-    attention_backward,
-    attention_forward,
-)
+from .kernels.qkv_attention import AttentionSaved, attention_backward, attention_forward
 from .kernels.qkv_norm_rope import head_norms_backward, norm_rope_together
 from .kernels.qkv_rope import _qkv_rope_kernel, rope_together, scale_q
 from .lora_linear import (
@@ -64,9 +61,7 @@ from .lora_linear import (
     project,
     with_biases,
 )
-
-# The slices of the adapters that hold A and B of q, k and v, those of o, and the biases.
-OF_QKV, OF_O, OF_QKV_BIASES, OF_O_BIAS = slice(0, 6), slice(6, 8), slice(8, 11), slice(11, 12)
+from .rerun import join, split
 
 
 class FrozenAttention(NamedTuple):
@@ -84,6 +79,48 @@ class FrozenAttention(NamedTuple):
     q_scale: Tensor | None = None  # [batch or 1, positions], multiplies q after RoPE; None: 1
     sinks: Tensor | None = None  # [heads], one more score in each softmax, whose value is 0
     window: int | None = None  # keys that a query sees, itself the last; None: all up to itself
+
+
+class TrainedAttention(NamedTuple):
+    """A value for each tensor that LoRA_Attention trains. Biases are all given, or none is."""
+
+    qkv: Sequence[Any]  # A and B of q, k and v
+    o: Sequence[Any]  # A and B
+    qkv_biases: Sequence[Any] = ()
+    o_bias: Sequence[Any] = ()
+
+    @classmethod
+    def from_flat(cls, values: Sequence[Any]) -> "TrainedAttention":
+        """Name the values of ``*adapters``."""
+        if len(values) not in (8, 12):
+            raise ValueError(
+                f"LoRA_Attention: {len(values)} adapter tensors given, should be 8: A and B of q, "
+                "k, v and o; or 12, with the biases of these"
+            )
+        return cls(values[:6], values[6:8], values[8:11], values[11:])
+
+    def flat(self) -> Iterator[Any]:
+        """Return the values as `from_flat` takes them."""
+        return chain.from_iterable(self)
+
+
+class SavedAttention(NamedTuple):
+    """Results of LoRA_Attention's forward that its backward needs."""
+
+    x: Tensor | None  # None if no A of q, k and v is trained
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: Tensor | None
+    z: Tensor
+    raw: tuple[Tensor, Tensor, Tensor | None] | None  # q, k, v before norms, None without
+    qkv: Tensor
+    attended: Tensor
+    attention: AttentionSaved
+    z_o: Tensor
+    to_qkv: Group
+    to_o: Group
+    head_norms: HeadNorms | None
+    q_scale: Tensor | None
 
 
 class LoRA_Attention(torch.autograd.Function):
@@ -130,129 +167,128 @@ class LoRA_Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, cos, sin, mask, *operands):
-        adapters, frozen = split_frozen("LoRA_Attention", operands, FrozenAttention)
-        _check(x, cos, sin, adapters, frozen)
-        *layers, o = with_biases(
-            "LoRA_Attention", (*QKV_PREFIXES, "o_"), (*frozen.qkv.layers, frozen.o), adapters[8:]
-        )
-        ctx.dtypes = dtypes_of(x, *adapters)
+        tensors, frozen = split_frozen("LoRA_Attention", operands, FrozenAttention)
+        trained = TrainedAttention.from_flat(tensors)
+        _check(x, cos, sin, trained, frozen)
+        layers = with_biases(
+            "LoRA_Attention", (*QKV_PREFIXES, "o_"), (*frozen.qkv.layers, frozen.o),
+            (*trained.qkv_biases, *trained.o_bias),
+        )  # fmt: skip
+        *qkv_layers, o = layers
+        ctx.dtypes, ctx.dtype_of_x = dtypes_of(*tensors), x.dtype
         ctx.shape_of_x, ctx.write_again = x.shape, frozen.write_again
-        ctx.scalings = [layer.scaling for layer in (*layers, o)]
 
         x = x.to(compute_dtype(x))
         check_runnable("LoRA_Attention", _qkv_rope_kernel, x)
         batch, positions, _ = x.shape
-        dropouts = [layer.dropout for layer in (*layers, o)]
-        columns = [layer.weight.shape[1] for layer in (*layers, o)]
+        dropouts = [layer.dropout for layer in layers]
+        columns = [layer.weight.shape[1] for layer in layers]
         masks = draw_masks(
             "LoRA_Attention", frozen.seed, dropouts, [batch * positions] * 4, columns
         )
-        bits, ctx.scales = parts_of(masks)
-        projected, z, A, B, weights = project(x, adapters[OF_QKV], layers, masks and masks[:3])
-        size = frozen.head_dim
-        q, k, v = (
-            t.view(batch, positions, t.shape[2] // size, size).transpose(1, 2) for t in projected
-        )
+        masks_of_qkv, mask_of_o = (None, None) if masks is None else (masks[:3], masks[3:])
+        projected, z, to_qkv = project(x, trained.qkv, qkv_layers, masks_of_qkv)
+        q, k, v = (_by_head(t, frozen.head_dim) for t in projected)
+        heads, kv_heads = q.shape[1], k.shape[1]
         qkv = x.new_empty(batch * positions, sum(t.shape[2] for t in projected))
-        head_weights = (frozen.head_norms or (None, None))[:2]
-        ctx.norm_options = (frozen.head_norms or ())[2:]
-        raw: Sequence[Tensor | None] = (None, None, None)  # inputs of the head norms
+        raw = None
         if frozen.head_norms is None:
             rope_together(q, k, v, cos, sin, qkv, frozen.interleaved)
         else:
-            norms_v = frozen.head_norms.v_eps is not None
-            raw = *projected[:2], projected[2] if norms_v else None
+            raw_q, raw_k, raw_v = projected
+            raw = raw_q, raw_k, None if frozen.head_norms.v_eps is None else raw_v
             norm_rope_together(q, k, v, frozen.head_norms, cos, sin, qkv, frozen.interleaved)
         scale_q(qkv, frozen.q_scale, projected[0].shape[2])
         attention = Attention(
-            positions, q.shape[1], k.shape[1], frozen.scaling, frozen.interleaved, frozen.window
+            positions, heads, kv_heads, frozen.scaling, frozen.interleaved, frozen.window
         )
         del projected, q, k, v  # qkv holds their values
 
-        attended, attention_saved, ctx.attention = attention_forward(
-            qkv, mask, attention, sinks=frozen.sinks
-        )
+        attended, attention_saved = attention_forward(qkv, mask, attention, sinks=frozen.sinks)
         by_token = attended.view(batch, positions, attended.shape[1])
-        (output,), z_o, o_A, o_B, o_weight = project(
-            by_token, adapters[OF_O], [o], masks and masks[3:]
-        )
+        (output,), z_o, to_o = project(by_token, trained.o, [o], mask_of_o)
         # Only dA needs x. Save x itself, not its rows: autograd cannot tell whose memory a view
         # made in here is.
-        trains_A = any(ctx.needs_input_grad[4:-1][OF_QKV][::2])
-        ctx.save_for_backward(
-            x if trains_A else None, cos, sin, mask, frozen.q_scale, z, *raw, *head_weights, qkv,
-            attended, z_o, A, *B, o_A, *o_B, *weights, *o_weight, *bits, *attention_saved,
-        )  # fmt: skip
+        _, _, _, _, *needs, _ = ctx.needs_input_grad
+        trains_A = any(TrainedAttention.from_flat(needs).qkv[::2])
+        tensors, ctx.rest = split(SavedAttention(
+            x if trains_A else None, cos, sin, mask, z, raw, qkv, attended, attention_saved, z_o,
+            to_qkv, to_o, frozen.head_norms, frozen.q_scale,
+        ))  # fmt: skip
+        ctx.save_for_backward(*tensors)
         return output
 
     @staticmethod
     def backward(ctx, grad_output):
         refuse_second_derivative("LoRA_Attention", "the unfused attention")
-        (
-            x, cos, sin, mask, q_scale, z, q, k, v, q_norm, k_norm, qkv, attended, z_o, A, *others,
-        ) = ctx.saved_tensors  # fmt: skip
-        B, (o_A, o_B), weights, others = others[:3], others[3:5], others[5:9], others[9:]
+        saved: SavedAttention = join(ctx.rest, ctx.saved_tensors)
         if ctx.write_again is not None:
             ctx.write_again()
-        count = len(ctx.scales or ())
-        masks = masks_of(others[:count], ctx.scales)
-        attention_saved = AttentionSaved(*others[count:])
-        to_qkv = Group(weights[:3], A, B, ctx.scalings[:3], masks and masks[:3])
-        to_o = Group(weights[3:], o_A, [o_B], ctx.scalings[3:], masks and masks[3:])
-        need_x, _, _, _, *needs, _ = ctx.needs_input_grad
-        dtype_of_x, *dtypes = ctx.dtypes
-        needs_qkv, needs_o, needs_biases = needs[OF_QKV], needs[OF_O], needs[OF_QKV_BIASES]
-        need_qkv = need_x or any(needs_qkv) or any(needs_biases)
-        grads_biases: list[Tensor | None] = [None] * len(needs_biases)
+        to_qkv, to_o = saved.to_qkv, saved.to_o
+        need_x, _, _, _, *flags, _ = ctx.needs_input_grad
+        needs, dtypes = TrainedAttention.from_flat(flags), TrainedAttention.from_flat(ctx.dtypes)
+        need_qkv = need_x or any(needs.qkv) or any(needs.qkv_biases)
+        grad_x = None
+        grads = TrainedAttention([None] * len(needs.qkv), (), [None] * len(needs.qkv_biases), ())
 
-        with without_autocast(z):
-            grad = grad_output.reshape(-1, grad_output.shape[-1]).to(z.dtype)
-            grad_attended, grad_z = input_gradient(to_o, [grad], need_qkv, needs_o[:1])
-            grads_o = adapter_gradients(to_o, attended, z_o, [grad], grad_z, needs_o, dtypes[OF_O])
-            grad_o_bias = bias_gradients([grad], needs[OF_O_BIAS], dtypes[OF_O_BIAS])
-            if grad_attended is None:
-                return *[None] * 10, *grads_o, *grads_biases, *grad_o_bias, None
-            grad_qkv = torch.empty_like(qkv)
-            attention_backward(
-                grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
-                grad_qkv,
-            )  # fmt: skip
-            scale_q(grad_qkv, q_scale, weights[0].shape[0])
-            if q is not None:
-                of = ctx.attention
-                q, k = (
-                    t.unflatten(2, (count, -1)).transpose(1, 2)
-                    for t, count in ((q, of.heads), (k, of.kv_heads))
+        with without_autocast(saved.z):
+            grad = grad_output.reshape(-1, grad_output.shape[-1]).to(saved.z.dtype)
+            grad_attended, grad_z = input_gradient(to_o, [grad], need_qkv, needs.o[:1])
+            grads = grads._replace(
+                o=adapter_gradients(
+                    to_o, saved.attended, saved.z_o, [grad], grad_z, needs.o, dtypes.o
+                ),
+                o_bias=bias_gradients([grad], needs.o_bias, dtypes.o_bias),
+            )
+            if grad_attended is not None:
+                grad_qkv = _attention_gradient(grad_attended, saved)
+                del grad_attended
+                parts = grad_qkv.split_with_sizes([len(weight) for weight in to_qkv.weights], 1)
+                grad_x, grad_z = input_gradient(to_qkv, parts, need_x, needs.qkv[::2])
+                rows = None if saved.x is None else saved.x.reshape(-1, saved.x.shape[-1])
+                grads = grads._replace(
+                    qkv=adapter_gradients(
+                        to_qkv, rows, saved.z, parts, grad_z, needs.qkv, dtypes.qkv
+                    ),
+                    qkv_biases=bias_gradients(parts, needs.qkv_biases, dtypes.qkv_biases),
                 )
-                if v is not None:
-                    v = v.unflatten(2, (of.kv_heads, -1)).transpose(1, 2)
-                norms = HeadNorms(q_norm, k_norm, *ctx.norm_options)
-                head_norms_backward(q, k, v, norms, grad_qkv)
-            del grad_attended
-            grads = grad_qkv.split_with_sizes([weight.shape[0] for weight in to_qkv.weights], 1)
-            grad_x, grad_z = input_gradient(to_qkv, grads, need_x, needs_qkv[::2])
-            rows = None if x is None else x.reshape(-1, x.shape[-1])
-            grads_qkv = adapter_gradients(to_qkv, rows, z, grads, grad_z, needs_qkv, dtypes[OF_QKV])
-            grads_biases = bias_gradients(grads, needs_biases, dtypes[OF_QKV_BIASES])
         if grad_x is not None:
-            grad_x = grad_x.view(ctx.shape_of_x).to(dtype_of_x)
-        return grad_x, None, None, None, *grads_qkv, *grads_o, *grads_biases, *grad_o_bias, None
+            grad_x = grad_x.view(ctx.shape_of_x).to(ctx.dtype_of_x)
+        return grad_x, None, None, None, *grads.flat(), None
+
+
+def _by_head(projected: Tensor, head_dim: int) -> Tensor:
+    return projected.unflatten(2, (-1, head_dim)).transpose(1, 2)
+
+
+def _attention_gradient(grad_attended: Tensor, saved: SavedAttention) -> Tensor:
+    """Return the gradient [T, out of all] of what q, k and v are projected to."""
+    grad_qkv = torch.empty_like(saved.qkv)
+    attention_backward(
+        grad_attended, saved.qkv, saved.cos, saved.sin, saved.mask, saved.attended,
+        saved.attention, grad_qkv,
+    )  # fmt: skip
+    scale_q(grad_qkv, saved.q_scale, saved.attended.shape[1])
+    if saved.head_norms is not None:
+        assert saved.raw is not None
+        head_dim = saved.attended.shape[1] // saved.attention.attention.heads
+        q, k, v = saved.raw
+        head_norms_backward(
+            _by_head(q, head_dim), _by_head(k, head_dim),
+            None if v is None else _by_head(v, head_dim), saved.head_norms, grad_qkv,
+        )  # fmt: skip
+    return grad_qkv
 
 
 def _check(
     x: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
-    adapters: list[Tensor],
+    trained: TrainedAttention,
     frozen: FrozenAttention,
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
     name = "LoRA_Attention"
-    if len(adapters) not in (8, 12):
-        raise ValueError(
-            f"{name}: {len(adapters)} adapter tensors given, should be 8: A and B of q, k, v and "
-            "o; or 12, with the biases of these"
-        )
     if x.ndim != 3:
         raise ValueError(f"{name}: x is {list(x.shape)}, should be [batch, positions, in]")
     if any(angle is not None and angle.requires_grad for angle in (cos, sin)):
@@ -266,11 +302,11 @@ def _check(
             "unfused attention"
         )
     layers = frozen.qkv.layers
-    check_layers(name, QKV_PREFIXES, x, adapters[OF_QKV], layers)
+    check_layers(name, QKV_PREFIXES, x, trained.qkv, layers)
     q, k, v = (layer.weight.shape[0] for layer in layers)
     if k != v or any(out % frozen.head_dim for out in (q, k)):
         raise ValueError(
             f"{name}: q, k and v have {q}, {k} and {v} features, should be heads of "
             f"{frozen.head_dim}, as many for k as for v"
         )
-    check_layers(name, ("o_",), x, adapters[OF_O], [frozen.o], in_features=q)
+    check_layers(name, ("o_",), x, trained.o, [frozen.o], in_features=q)

@@ -29,7 +29,7 @@ Saved: x, [gate, up] and z. The rows of x are copied again in backward. Matmuls 
 grouped ones; the passes between them are `kernels/routed_rows.py`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -145,23 +145,23 @@ class LoRA_Experts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weights, gate_up_A, gate_up_B, down_A, down_B, chosen, frozen):
+    def forward(ctx, x, weights, *operands):
+        *given, chosen, frozen = operands
         dtype = compute_dtype(x)
-        _check(x, dtype, weights, (gate_up_A, gate_up_B, down_A, down_B), chosen, frozen)
-        ctx.likes = [
-            None if one is None else (one.shape, one.dtype)
-            for one in (x, weights, gate_up_A, gate_up_B, down_A, down_B)
-        ]
+        _check(x, dtype, weights, given, chosen, frozen)
+        ctx.dtype_of_x, ctx.dtype_of_weights = x.dtype, weights.dtype
+        ctx.likes = [None if one is None else (one.shape, one.dtype) for one in given]
         ctx.gate = frozen.gate
         ctx.scalings = gate_up_scaling, down_scaling = frozen.gate_up_scaling, frozen.down_scaling
         gate_up_weight = frozen.gate_up_weight.to(dtype)
         down_weight = frozen.down_weight.to(dtype)
         x = x.to(dtype)
         check_runnable("LoRA_Experts", _sum_routed_kernel, x)
-        adapters = gate_up_A, gate_up_B, down_A, down_B = [
+        adapters: list[Any] = [
             None if one is None else _aligned(one, by, dtype)
-            for one, by in ((gate_up_A, 1), (gate_up_B, 2), (down_A, 1), (down_B, 2))
+            for one, by in zip(given, (1, 2, 1, 2), strict=True)
         ]
+        gate_up_A, gate_up_B, down_A, down_B = adapters
 
         routing = route(chosen, len(gate_up_weight))
         weight = weights.reshape(-1)[routing.order]
@@ -202,7 +202,8 @@ class LoRA_Experts(torch.autograd.Function):
         ends, (gate_up_scaling, down_scaling) = routing.ends, ctx.scalings
         need_x, need_weights, need_A, need_B, need_down_A, need_down_B, *_ = ctx.needs_input_grad
         tokens = routing.tokens
-        grads: list[Tensor | None] = [None] * 8
+        grad_x = grad_weights = grad_A = grad_B = grad_down_A = grad_down_B = None
+        like_A, like_B, like_down_A, like_down_B = ctx.likes
 
         # output = sum of h Wd' + sd (h Ad') Bd'
         by_token = grad_output.reshape(-1, grad_output.shape[-1]).to(gate_up.dtype)
@@ -220,30 +221,30 @@ class LoRA_Experts(torch.autograd.Function):
                 with without_autocast(by_token):
                     by_expert = by_token @ down_bias.to(by_token.dtype).t()
                 grad_weights += by_expert.gather(1, _flat(chosen)).view(chosen.shape)
-            grads[1] = grad_weights.to(ctx.likes[1][1])
+            grad_weights = grad_weights.to(ctx.dtype_of_weights)
         if need_down_A and p is not None:
-            grads[4] = _like(ctx.likes[4], _by_expert(p, hidden, ends), down_scaling)
+            grad_down_A = _like(like_down_A, _by_expert(p, hidden, ends), down_scaling)
         if need_down_B:
             z_down = _grouped(hidden, down_A, ends)
-            grads[5] = _like(ctx.likes[5], _by_expert(grad, z_down, ends), down_scaling)
+            grad_down_B = _like(like_down_B, _by_expert(grad, z_down, ends), down_scaling)
         del hidden, grad
 
         # [gate, up] = x W' + s z B'
         if need_B:
-            grads[3] = _like(ctx.likes[3], _by_expert(grad_gate_up, z, ends), gate_up_scaling)
+            grad_B = _like(like_B, _by_expert(grad_gate_up, z, ends), gate_up_scaling)
         q = rows = None
         if gate_up_B is not None and (need_x or need_A):
             q = _grouped(grad_gate_up, gate_up_B.mT, ends)
         if need_A and q is not None:
             rows = x.reshape(-1, x.shape[-1])[tokens]
-            grads[2] = _like(ctx.likes[2], _by_expert(q, rows, ends), gate_up_scaling)
+            grad_A = _like(like_A, _by_expert(q, rows, ends), gate_up_scaling)
             del rows
         if need_x:
             addend = None if q is None else _grouped(q, gate_up_A.mT, ends)
             base = _grouped(grad_gate_up, gate_up_weight.mT, ends)
             summed = sum_routed(base, addend, gate_up_scaling, routing.places)
-            grads[0] = summed.to(ctx.likes[0][1])
-        return tuple(grads)
+            grad_x = summed.to(ctx.dtype_of_x)
+        return grad_x, grad_weights, grad_A, grad_B, grad_down_A, grad_down_B, None, None
 
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -293,7 +294,7 @@ def _check(
     x: Tensor,
     dtype: torch.dtype,
     weights: Tensor,
-    adapters: tuple[Tensor | None, ...],
+    adapters: list[Tensor | None],
     chosen: Tensor,
     frozen: FrozenExperts,
 ) -> None:

@@ -203,17 +203,17 @@ def group_forward(
     layers = with_biases(name, prefixes, layers, biases)
     ctx.set_materialize_grads(False)  # a missing gradient is None, not zeros, in backward
     ctx.dtypes = dtypes_of(x, *adapters, *biases)
-    ctx.scalings = [layer.scaling for layer in layers]
+    ctx.scalings = tuple(layer.scaling for layer in layers)
     ctx.shape_of_x = x.shape
     x = x.to(compute_dtype(x))
     rows, columns = ([n] * len(layers) for n in (x.shape[:-1].numel(), x.shape[-1]))
     masks = draw_masks(name, seed, [layer.dropout for layer in layers], rows, columns)
-    outputs, z, A, B, weights = project(x, adapters, layers, masks)
+    outputs, z, group = project(x, adapters, layers, masks)
     bits, ctx.scales = parts_of(masks)
     # Only dA needs x. Save x itself, not its rows: autograd cannot tell whose memory a view made in
     # here is.
     trained = x if any(ctx.needs_input_grad[1 : 2 * len(layers) : 2]) else None
-    ctx.save_for_backward(trained, z, A, *B, *weights, *bits)
+    ctx.save_for_backward(trained, z, group.A, *group.B, *group.weights, *bits)
     return tuple(outputs)
 
 
@@ -222,26 +222,27 @@ def project(
     adapters: Sequence[Tensor],
     layers: Sequence[FrozenLinear],
     masks: Masks | None,
-) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Return (outputs, z, A, B, weights) of layers that share x [..., in], in the names of
-    `fused_mlp/utils.py`: new outputs [..., out], z [T, r of all], A stacked, all in x's dtype."""
+) -> tuple[list[Tensor], Tensor, Group]:
+    """Return new outputs [..., out] of layers that share x [..., in], z [T, r of all] and their
+    group for backward, all in x's dtype."""
     # cast to autocast's dtype here, so autocast has nothing to cast below
     dtype = x.dtype
     rows = x.reshape(-1, x.shape[-1])
     A, B = cast_adapters(adapters, dtype)
-    weights = [layer.weight.to(dtype) for layer in layers]
-    ranks = [one.shape[1] for one in B]
-    z = matmul_A(rows, A, ranks, masks)
+    weights = tuple(layer.weight.to(dtype) for layer in layers)
+    scalings = tuple(layer.scaling for layer in layers)
+    group = Group(weights, A, tuple(B), scalings, None if masks is None else tuple(masks))
+    z = matmul_A(rows, A, group.ranks, masks)
     outputs = []
     for layer, weight, one_B, columns in zip(
-        layers, weights, B, z.split_with_sizes(ranks, 1), strict=True
+        layers, weights, B, z.split_with_sizes(group.ranks, 1), strict=True
     ):
         # Not a view: autograd forbids changing one in place, as RoPE may do to q.
         output = rows.new_empty(*x.shape[:-1], weight.shape[0])
         bias = None if layer.bias is None else layer.bias.to(dtype)
         matmul_lora(rows, weight, columns, one_B, layer.scaling, bias, out=output)
         outputs.append(output)
-    return outputs, z, A, B, weights
+    return outputs, z, group
 
 
 def group_backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -4,14 +4,11 @@ import sys
 import warnings
 from types import FrameType
 
-import torch
-
 PASSED_OVER = {
     "fused_lora", "fused_mlp", "torch", "transformers", "peft", "accelerate", "trl", "contextlib",
 }  # fmt: skip
 
 
-@torch.compiler.assume_constant_result  # torch.compile calls it while it traces
 def warn(text: str) -> None:
     """Warn at the innermost line that is in none of these packages.
 

@@ -14,6 +14,8 @@ from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from bench.records import Interval, Run, Verdict
 from report.statistics import NOISE, interval95, interval95_of_ratios, noise_band, verdict_of
 from report.table import markdown_table
@@ -94,17 +96,12 @@ class AblationBlock(NamedTuple):
         common = sorted(set.intersection(*(set(times[id]) for id in signs)))
         if not common:
             return "no common round"
-        faster, slower = (
-            [
-                sum(max(0, side * n) * times[id][round] for id, n in signs.items())
-                for round in common
-            ]
-            for side in (1, -1)
-        )
-        ms = [a - b for a, b in zip(faster, slower, strict=True)]
+        weights = np.array([*signs.values()])
+        by_round = np.array([[times[id][n] for n in common] for id in signs])
+        more, less = weights.clip(min=0) @ by_round, -weights.clip(max=0) @ by_round
+        ms, ratios = (more - less).tolist(), (more / less).tolist()
         whole = times[vanilla]
         percent = [100 * x / whole[n] for x, n in zip(ms, common, strict=True) if n in whole]
-        ratios = [a / b for a, b in zip(faster, slower, strict=True)]
         verdict = None
         if self.time == STEP:
             ci95, band = interval95_of_ratios(ratios), noise_band(self.run, self.seq_len, vanilla)

@@ -9,18 +9,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run, SummaryRow
-from report.lines import FEW, View, draw_lines, line_of, mark_untimed
-from report.picture import GREY, annotate, framed, stamp, write_caption
+from report.lines import Lines, View, line_of, mark_untimed, named_in_title
+from report.picture import GREY, annotate, fitting_legend, framed, stamp, write_caption
 from report.statistics import by_gpu_time
 from report.wording import REHEARSAL_NOTICE, on_base, release_of, roughly
 from variants import LOOKS, title_of, variant_of
 
 # Letters of 14 points are 12 pixels high where a phone shows the picture 390 pixels wide.
-WIDTH, PANEL, BELOW = (
-    6.5,
-    3.5,
-    1.2,
-)  # inches: the panel's height, and the height of what is below it
+# In inches: the picture's width, the panel's height, and the height of the caption below it.
+WIDTH, PANEL, BELOW = 6.5, 3.5, 1.2
 TITLE, LETTERS, SMALL = 16, 14, 11.5
 TITLE_LINE = 0.29  # inches
 LINE_LETTERS = 40  # of the title
@@ -35,7 +32,12 @@ def benchmark_figure(run: Run) -> Figure:
         rows, clock = shown_rows(view)
         title = fill(benchmark_finding(run, rows, clock), LINE_LETTERS)
         title_inches = TITLE_LINE * (1 + title.count("\n")) + 0.25
-        legend_inches = 0.0 if view.is_named else _name_variants(picture, view)
+        legend_inches = 0.0
+        if not view.is_named:
+            keys = [line_of(look, title_of(variant)) for variant, look in view.looks.items()]
+            legend, _ = fitting_legend(picture, 2, 0.96, handles=keys, loc="lower left",
+                                       fontsize=SMALL, columnspacing=1)  # fmt: skip
+            legend_inches = legend.get_window_extent().height / picture.dpi
         height = title_inches + legend_inches + PANEL + BELOW
         picture.set_figheight(height)
         axes = picture.subplots()
@@ -51,19 +53,6 @@ def benchmark_figure(run: Run) -> Figure:
         if run.rehearsal:
             stamp(picture, REHEARSAL_NOTICE, 30)
     return picture
-
-
-def _name_variants(picture: Figure, view: View) -> float:
-    """Draw a legend, in two columns if the names leave room; return its height in inches."""
-    keys = [line_of(look, title_of(variant)) for variant, look in view.looks.items()]
-    for columns in (2, 1):
-        legend = picture.legend(handles=keys, ncols=columns, loc="lower left", fontsize=SMALL,
-                                columnspacing=1)  # fmt: skip
-        box = legend.get_window_extent()
-        if columns == 1 or box.width < 0.96 * picture.bbox.width:
-            break
-        legend.remove()
-    return box.height / picture.dpi
 
 
 def shown_rows(view: View) -> tuple[list[SummaryRow], str]:
@@ -87,7 +76,7 @@ def _speedups(axes: Axes, view: View, rows: list[SummaryRow]) -> None:
     span = max(0.2, max(reach) - min(reach))
     axes.set_ylim(min(reach) - (0.5 if view.untimed else 0.16) * span, max(reach) + 0.16 * span)
     axes.axhline(1.0, color=LOOKS["peft"].colour, linestyle=(0, (5, 3)))
-    draw_lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", at_points=True, size=LETTERS)
+    Lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", size=LETTERS).draw(at_points=True)
     if not view.untimed:  # their words stand there
         annotate(axes, "vanilla PEFT = 1×", (0, 1), (4, -5), axes.get_yaxis_transform(), va="top",
                  size=SMALL, color=GREY)  # fmt: skip
@@ -103,9 +92,7 @@ def benchmark_finding(run: Run, rows: list[SummaryRow], clock: str) -> str:
     found: dict[str, list[float]] = {}
     for row in rows:
         found.setdefault(row.variant, []).append(row.speedup or 0)
-    shown = sorted(found, key=lambda variant: found[variant][-1])
-    if len(shown) > FEW:
-        shown = [variant for variant in shown[:-2] if variant == "fused_mlp"] + shown[-2:]
+    shown = named_in_title(sorted(found, key=lambda variant: found[variant][-1]))
     said = [f"{title_of(variant)} {roughly(found[variant])}" for variant in shown]
     whole = [words.replace(" ", KEPT) if len(words) < LINE_LETTERS else words for words in said]
     return f"Speedup in {clock}{on_base(run)}: {', '.join(whole)}"

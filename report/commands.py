@@ -49,23 +49,16 @@ def plot_only(folder: Path) -> int:
     run, others, drawn = _loaded_from(folder, "--plot-only"), folder, []
     if folder.resolve() == HERE:
         from report import committed
+        from report.several_gpus_picture import several_gpus_figure
 
         others = HERE / "docs" / "figures"
         drawn = committed.update_pages(HERE, committed.generated_parts(run))
-        drawn += _draw_published(others)
+        drawn += _draw_suite(store.load(committed.suite_path()), others)
+        several_gpus = several_gpus_figure(committed.loaded_several_gpus())
+        drawn += _written({others / "several_gpus.png": several_gpus})
     drawn += draw_pictures(run, folder, others)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0
-
-
-def _draw_published(figures: Path) -> list[Path]:
-    """Draw the pictures of published runs beside the experiment. Return their paths."""
-    from report import committed
-    from report.several_gpus_picture import several_gpus_figure
-
-    several = several_gpus_figure(committed.loaded_several_gpus())
-    suite = store.load(committed.suite_path())
-    return _draw_suite(suite, figures) + _write(figures, {"several_gpus": several})
 
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
@@ -74,15 +67,15 @@ def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
     if run.experiment.gpus > 1:
         from report.several_gpus_picture import several_gpus_figure
 
-        return _write(folder, {"several_gpus": several_gpus_figure([run])})
+        return _written({folder / "several_gpus.png": several_gpus_figure([run])})
     from report.benchmark_results import benchmark_figure
     from report.kernel_time import kernel_time_figure
     from report.panels import panels_figure
 
-    drawn = _write(folder, {"benchmark_results": benchmark_figure(run)})
-    drawn += _write(others, {
-        "panels": panels_figure(run),
-        "kernel_time": kernel_time_figure(run),
+    drawn = _written({
+        folder / "benchmark_results.png": benchmark_figure(run),
+        others / "panels.png": panels_figure(run),
+        others / "kernel_time.png": kernel_time_figure(run),
     })  # fmt: skip
     return drawn + _draw_suite(run, others)
 
@@ -93,14 +86,13 @@ def _draw_suite(run: Run, folder: Path) -> list[Path]:
         return []
     from report.ablation_picture import ablation_figure
 
-    return _write(folder, {"ablation": ablation_figure(run)})
+    return _written({folder / "ablation.png": ablation_figure(run)})
 
 
-def _write(folder: Path, pictures: dict[str, "Figure | None"]) -> list[Path]:
+def _written(pictures: dict[Path, "Figure | None"]) -> list[Path]:
     from report.picture import write_png
 
-    paths = {folder / f"{name}.png": picture for name, picture in pictures.items()}
-    return [path for path, picture in paths.items() if write_png(picture, path)]
+    return [path for path, picture in pictures.items() if write_png(picture, path)]
 
 
 def _loaded_from(folder: Path, option: str) -> Run:

@@ -8,7 +8,8 @@ idle GPU time says how much of each a cell feels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from math import exp, log, sqrt
 from statistics import mean, median, variance
 from typing import Any
@@ -92,15 +93,12 @@ def _row(old: Run, new: Run, variant: str, seq_len: int) -> ComparedCell:
     old_ms, new_ms = median_or_none(before), median_or_none(after)
     old_status, new_status = (run.status_of(variant, seq_len) for run in (old, new))
     name = title_in(variant, old, new)
-    row = ComparedCell(variant, name, seq_len, old_status, new_status, old_ms, new_ms)
-    if old_ms is None or new_ms is None:
-        lost, found = old_ms is not None, new_ms is not None
-        verdict = "no time any more" if lost else "has a time now" if found else None
-        return replace(row, verdict=verdict)
-    speedup, ci95 = old_ms / new_ms, _interval95_of_ratio(before, after)
-    band = _band(old, new, variant, seq_len)
-    verdict = verdict_of(speedup, ci95, band)
-    return replace(row, speedup=speedup, ci95=ci95, band=band, verdict=verdict)
+    cell = partial(ComparedCell, variant, name, seq_len, old_status, new_status, old_ms, new_ms)
+    if old_ms and new_ms:
+        speedup, ci95 = old_ms / new_ms, _interval95_of_ratio(before, after)
+        band = _band(old, new, variant, seq_len)
+        return cell(speedup, ci95, band, verdict_of(speedup, ci95, band))
+    return cell(verdict="no time any more" if old_ms else "has a time now" if new_ms else None)
 
 
 def _band(old: Run, new: Run, variant: str, seq_len: int) -> Interval:

@@ -83,25 +83,20 @@ def fits_table(run: Run, gib: float) -> str:
         points = points_of(run, seq_len)
         fitting = fitting_points(points, gib)
         for point in fitting[:LISTED]:
-            numbers = [
-                number(point.speedup, 2),
-                number(point.step_ms, 1),
-                number(point.peak_gib, 1),
-            ]
+            numbers = [number(point.speedup, 2), f"{point.step_ms:.1f}", f"{point.peak_gib:.1f}"]
             lines.append([str(seq_len), title_of(point.variant), *numbers])
         if more := len(fitting[LISTED:]):
             lines.append([str(seq_len), f"and {more} slower", "", "", ""])
         if points and not fitting:
             least = min(points, key=lambda point: point.peak_gib)
             why = f"nothing: {title_of(least.variant)} takes the least"
-            lines.append([str(seq_len), why, "", "", number(least.peak_gib, 1)])
+            lines.append([str(seq_len), why, "", "", f"{least.peak_gib:.1f}"])
         elif not points:
             lines.append([str(seq_len), "nothing measured", "", "", ""])
-    references = {_reference(run, seq_len) for seq_len in run.experiment.seq_lens}
+    references = {title_of(_reference(run, seq_len)) for seq_len in run.experiment.seq_lens}
     said = (
         f"{run.experiment.model}{on_base(run)}, batch {run.experiment.batch_size}, on an "
-        f"{run.environment.device}; speedup over "
-        f"{' or '.join(sorted(map(title_of, references)))}:"
+        f"{run.environment.device}; speedup over {' or '.join(sorted(references))}:"
     )
     header = ["tokens", "fits", "speedup", "step, ms", "reserved, GiB"]
     return f"{said}\n\n{markdown_table(header, lines)}"

@@ -42,7 +42,6 @@ KINDS = {  # of kernels, in words
     "optimizer": "AdamW",
     "other": "other",
 }
-REST = ("activation", "rope", "loss", "optimizer", "other")
 # In this order along a bar. The work that PEFT adds around its matmuls gets the Okabe-Ito colours
 # that no variant of the experiment uses. Necessary work and small kinds are grey.
 COLOURS = {
@@ -153,7 +152,7 @@ def drawn_ms(bar: Bar) -> dict[str, float]:
     dequantised."""
     kinds = [kind for kind in COLOURS if kind in bar.kernel_ms or kind != "dequantising"]
     ms = {kind: bar.kernel_ms.get(kind, 0.0) for kind in kinds}
-    return ms | {"rest": sum(bar.kernel_ms.get(kind, 0.0) for kind in REST)}
+    return ms | {"rest": sum(ms for kind, ms in bar.kernel_ms.items() if kind not in COLOURS)}
 
 
 def longest_profiled(run: Run) -> int:

@@ -43,9 +43,6 @@ class View:
         short = all(len(title_of(variant)) <= SHORT for variant in shown)
         self.is_named = short and len(shown) <= FEW
 
-    def look(self, row: SummaryRow) -> Look:
-        return self.looks[row.variant]
-
     def slot(self, row: SummaryRow) -> float:
         """Return the place of a variant's bar within its length's group: no two share a place."""
         return self.seq_lens.index(row.seq_len) + self.from_middle(row.variant) * self.bar_width
@@ -67,34 +64,18 @@ def looks_of(variants: list[str]) -> dict[str, Look]:
     return {variant: found[variant] for variant in variants}
 
 
-def draw_lines(
-    axes: Axes, view: View, rows: list[SummaryRow], name: str, words: Callable[[float], str],
-    at_points: bool = False, apart: float = 0.0, size: float = SIZE,
-) -> None:  # fmt: skip
-    """Draw one line per variant with its intervals, broken where a length has no value.
-
-    Values stand right of the last length, with names if `view` has them. A value within noise is
-    italic, not bold. name: the field of the rows to draw. at_points: also write the values at the
-    other lengths, if the variants are few. apart: distance between variants along the x axis, to
-    keep intervals from hiding each other. size: of the letters."""
-    last = len(view.seq_lens) - 1
-    if view.is_named:
-        axes.set_xlim(-0.5, last + 0.5 + NAMES_ROOM * (last + 1))
-    lines = _Lines(axes, view, name, words, apart, size)
-    for variant in view.looks:
-        lines.draw(variant, [row for row in rows if row.variant == variant])
-    for place, seq_len in enumerate(view.seq_lens):
-        here = sorted((row for row in rows if row.seq_len == seq_len), key=lines.value)
-        if place == last:
-            lines.name_ends(place, here)
-        elif at_points and len(view.looks) <= FEW:
-            lines.label_points(place, here)
+def named_in_title(variants: list[str]) -> list[str]:
+    """Return which of these, the slowest first, a title names: of many, the subject and the two
+    fastest."""
+    if len(variants) <= FEW:
+        return variants
+    return [variant for variant in variants[:-2] if variant == "fused_mlp"] + variants[-2:]
 
 
 def mark_untimed(axes: Axes, view: View) -> None:
     """Show a cell without a time: its variant's marker, hollow, and the reason in words."""
     for row in view.untimed:
-        look, place, across = view.look(row), view.slot(row), axes.get_xaxis_transform()
+        look, place, across = view.looks[row.variant], view.slot(row), axes.get_xaxis_transform()
         mark = line_of(look, title_of(row.variant), [place], [0.035])
         mark.set(transform=across, markerfacecolor="white", markeredgewidth=2, zorder=6)
         axes.add_artist(mark)
@@ -103,15 +84,36 @@ def mark_untimed(axes: Axes, view: View) -> None:
                   bbox=CLEAR)  # fmt: skip
 
 
-class _Lines(NamedTuple):
-    """A panel's lines of one field of the rows, `name`, and the `words` of a value."""
+class Lines(NamedTuple):
+    """A panel's lines, one per variant, of one field of the rows, with its intervals. name: the
+    field. words: those of a value. apart: distance between variants along the x axis, to keep
+    intervals from hiding each other. size: of the letters."""
 
     axes: Axes
     view: View
+    rows: list[SummaryRow]
     name: str
     words: Callable[[float], str]
-    apart: float
-    size: float
+    apart: float = 0.0
+    size: float = SIZE
+
+    def draw(self, at_points: bool = False) -> None:
+        """Draw the lines, broken where a length has no value.
+
+        Values stand right of the last length, with names if `view` has them. A value within noise
+        is italic, not bold. at_points: also write the values at the other lengths, if the variants
+        are few."""
+        last = len(self.view.seq_lens) - 1
+        if self.view.is_named:
+            self.axes.set_xlim(-0.5, last + 0.5 + NAMES_ROOM * (last + 1))
+        for variant in self.view.looks:
+            self.draw_line(variant)
+        for place, seq_len in enumerate(self.view.seq_lens):
+            here = sorted((row for row in self.rows if row.seq_len == seq_len), key=self.value)
+            if place == last:
+                self.name_ends(place, here)
+            elif at_points and len(self.view.looks) <= FEW:
+                self.label_points(place, here)
 
     def value(self, row: SummaryRow) -> float:
         return getattr(row, self.name)
@@ -127,18 +129,18 @@ class _Lines(NamedTuple):
     def text_look(self, row: SummaryRow) -> dict[str, Any]:
         within_noise = self.name == "speedup" and row.verdict == NOISE
         look = {"style": "italic"} if within_noise else {"weight": "bold"}
-        return {"color": self.view.look(row).colour, "size": self.size, **look}
+        return {"color": self.view.looks[row.variant].colour, "size": self.size, **look}
 
-    def draw(self, variant: str, rows: list[SummaryRow]) -> None:
-        look, own = self.view.looks[variant], {row.seq_len: row for row in rows}
+    def draw_line(self, variant: str) -> None:
+        look = self.view.looks[variant]
+        own = {row.seq_len: row for row in self.rows if row.variant == variant}
         values = [self.value(own[n]) if n in own else float("nan") for n in self.view.seq_lens]
         places = [n + self.apart * self.view.from_middle(variant) for n in range(len(values))]
         if own:
             self.axes.add_line(line_of(look, title_of(variant), places, values))
-        for row in rows:
-            if len(ends := self.ends(row)) == 2:
-                across = [places[self.view.seq_lens.index(row.seq_len)]] * 2
-                self.axes.plot(across, ends, marker="_", color=look.colour, markersize=11,
+        for place, seq_len in zip(places, self.view.seq_lens, strict=True):
+            if seq_len in own and len(ends := self.ends(own[seq_len])) == 2:
+                self.axes.plot([place] * 2, ends, marker="_", color=look.colour, markersize=11,
                                linewidth=1.8)  # fmt: skip
 
     def name_ends(self, place: int, rows: list[SummaryRow]) -> None:

@@ -15,8 +15,8 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocat
 
 from bench.records import Run, SummaryRow
 from report.kernel_time import COPIES_WORDS, draw_kinds, longest_profiled, name_kinds
-from report.lines import FEW, View, draw_lines, line_of, mark_untimed
-from report.picture import GREY, annotate, framed, stamp, write_caption, write_title
+from report.lines import FEW, Lines, View, line_of, mark_untimed, named_in_title
+from report.picture import GREY, annotate, fitting_legend, framed, stamp, write_caption, write_title
 from report.statistics import NOISE, noise_band
 from report.wording import REHEARSAL_NOTICE, caption, floor_words, on_base
 from variants import BASELINE, LOOKS, title_of
@@ -79,7 +79,7 @@ def _speedup(axes: Axes, view: View) -> None:
     axes.set_ylim(low / span**below, high * span**0.2)
     ticks = FixedLocator(RATIOS) if span > 3 else MaxNLocator(7, steps=[1, 2, 5, 10])
     axes.yaxis.set_major_locator(ticks)
-    draw_lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", apart=0.06)
+    Lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", apart=0.06).draw()
 
 
 def _throughput(axes: Axes, view: View) -> None:
@@ -87,7 +87,7 @@ def _throughput(axes: Axes, view: View) -> None:
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     speeds = [row.tokens_per_s for row in view.timed if row.tokens_per_s]
     axes.set_ylim(0, 1.15 * max(speeds, default=1.0))
-    draw_lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
+    Lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep="")).draw()
 
 
 def _memory(axes: Axes, view: View) -> None:
@@ -95,7 +95,7 @@ def _memory(axes: Axes, view: View) -> None:
     peaks = {view.slot(row): (row, row.peak_gib) for row in view.timed if row.peak_gib}
     top = max((gib for _, gib in peaks.values()), default=1.0)
     for place, (row, gib) in peaks.items():
-        look = view.look(row)
+        look = view.looks[row.variant]
         axes.bar(place, gib, 0.93 * view.bar_width, color=look.colour, hatch=look.hatch,
                  edgecolor="white", linewidth=0)  # fmt: skip
     _memory_numbers(axes, view, peaks)
@@ -110,18 +110,15 @@ def _memory(axes: Axes, view: View) -> None:
 
 
 def _memory_numbers(axes: Axes, view: View, peaks: dict[float, tuple[SummaryRow, float]]) -> None:
-    """Write numbers over the bars, a single one for equal neighbours. They stand upright if they
-    would collide."""
+    """Write numbers over the bars, a single one for equal neighbours. Those of many variants stand
+    upright."""
+    many = len(view.looks) > FEW
     alike = groupby(sorted(peaks), lambda slot: (peaks[slot][0].seq_len, f"{peaks[slot][1]:.1f}"))
-    labels = [(words, list(slots)) for (_, words), slots in alike]
-    inches = axes.get_position().width * WIDTH
-    slot_points = 72 * inches * view.bar_width / len(view.seq_lens)
-    upright = any(7.3 * len(words) > slot_points * len(over) for words, over in labels)
-    size = 9 if len(view.looks) > FEW else 12
-    for words, over in labels:
+    for (_, words), slots in alike:
+        over = list(slots)
         height = max(peaks[slot][1] for slot in over)
         annotate(axes, words, ((over[0] + over[-1]) / 2, height), (0, 3), ha="center", va="bottom",
-             size=size, rotation=90 * upright)  # fmt: skip
+             size=9 if many else 12, rotation=90 * many)  # fmt: skip
 
 
 def _kinds(picture: Figure, axes: Axes, view: View) -> None:
@@ -150,21 +147,18 @@ def _remark(axes: Axes, words: str) -> None:
 
 
 def _name_variants(picture: Figure, view: View) -> int:
-    """Draw the legend of all four panels: each variant's bar beside its line. We measure with this
-    machine's fonts how many columns fit the panels' width. Return the number of rows."""
+    """Draw the legend of all four panels: each variant's bar beside its line. Return the number of
+    its rows."""
     keys: list[Any] = []
     names = list(map(title_of, view.looks))
     for look, name in zip(view.looks.values(), names, strict=True):
         bar = Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0)
         keys.append((bar, line_of(look, name)))
-    for columns in range(5, 0, -1):
-        legend = picture.legend(
-            keys, names, ncols=columns, loc="upper left", bbox_to_anchor=(0.017, 0.924),
-            fontsize=13, handlelength=3.5, handler_map={tuple: HandlerTuple(ndivide=None)},
-        )  # fmt: skip
-        if columns == 1 or legend.get_window_extent().x1 <= RIGHT * picture.bbox.x1:
-            break
-        legend.remove()
+    _, columns = fitting_legend(
+        picture, 5, RIGHT - 0.025, handles=keys, labels=names, loc="upper left", fontsize=13,
+        bbox_to_anchor=(0.017, 0.924), handlelength=3.5,
+        handler_map={tuple: HandlerTuple(ndivide=None)},
+    )  # fmt: skip
     return ceil(len(names) / columns)
 
 
@@ -172,18 +166,18 @@ def panels_finding(view: View) -> str:
     """Say the speedups at the longest length that has one."""
     if view.run.rehearsal:
         return REHEARSAL_NOTICE
-    gpu = view.run.environment.gpu.name if view.run.environment.gpu else "the CPU"
+    gpu = view.run.environment.device
     rows = [row for row in view.timed if row.speedup and row.variant != BASELINE]
     if not rows:
         return f"No speedup measured on {gpu}"
     seq_len = max(row.seq_len for row in rows)
     rows = sorted((r for r in rows if r.seq_len == seq_len), key=lambda row: row.speedup or 0)
-    if len(rows) > FEW:  # the subject and the two fastest
-        rows = [row for row in rows[:-2] if row.variant == "fused_mlp"] + rows[-2:]
+    named = named_in_title([row.variant for row in rows])
     said = ", ".join(
         f"{title_of(row.variant)} "
         + ("within noise" if row.verdict == NOISE else f"{row.speedup:.2f}×")
         for row in rows
+        if row.variant in named
     )
     over = f"vanilla PEFT{on_base(view.run)}"
     return f"Speedup over {over} by the wall clock, at {seq_len} tokens on {gpu}:\n{said}"

@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 
 from bench.results import write_atomically
 
@@ -61,6 +62,16 @@ def annotate(
 ) -> Any:  # fmt: skip
     """Write words `points` right of and above a place, which is in the units `across`."""
     return axes.annotate(words, place, points, across, "offset points", **text)
+
+
+def fitting_legend(picture: Figure, columns: int, room: float, **look: Any) -> tuple[Legend, int]:
+    """Draw a legend in at most this many columns, fewer if this machine's fonts need more than
+    `room`, a share of the picture's width. Return it and its columns."""
+    legend = picture.legend(ncols=columns, **look)
+    if columns == 1 or legend.get_window_extent().width <= room * picture.bbox.width:
+        return legend, columns
+    legend.remove()
+    return fitting_legend(picture, columns - 1, room, **look)
 
 
 def lay_bars(axes: Axes) -> None:

@@ -7,7 +7,7 @@ from math import floor
 from typing import NamedTuple
 
 from bench.records import Run, SummaryRow
-from report.statistics import median_or_none, rows_by_variant_and_length
+from report.statistics import median_or_none, summarize
 from report.table import Column, number, table, thousands
 from report.wording import caption_with_commit, step_or_status, title_in
 
@@ -39,8 +39,8 @@ def _percent(share: float | None) -> str:
 def scaled(run: Run) -> list[Scaled]:
     """Return every variant at every length of a run on several GPUs."""
     found = []
-    for (variant, seq_len), row in rows_by_variant_and_length(run).items():
-        cells = run.cells_of(variant, seq_len, "ok")
+    for row in summarize(run):
+        cells = run.cells_of(row.variant, row.seq_len, "ok")
         efficiency = median_or_none(cell.efficiency for cell in cells)
         over_one = median_or_none(cell.efficiency_over_one for cell in cells)
         found.append(Scaled(run, row, efficiency, over_one))
@@ -68,18 +68,14 @@ def finding(runs: Iterable[Run]) -> str:
     In each run and at each length we take the fastest variant. Slower ones wait for the host, and
     show its noise.
     """
-    fastest: dict[tuple[int, int], Scaled] = {}
+    fastest: list[Scaled] = []
     for run in runs:
-        for one in scaled(run):
-            place = run.experiment.gpus, one.row.seq_len
-            if one.efficiency and _speed(one) > _speed(fastest.get(place)):
-                fastest[place] = one
-    gpus = max(gpus for gpus, _ in fastest)
-    least = min(one.efficiency or 0 for one in fastest.values())
+        timed = [one for one in scaled(run) if one.efficiency]
+        for seq_len in {one.row.seq_len for one in timed}:
+            here = (one for one in timed if one.row.seq_len == seq_len)
+            fastest.append(max(here, key=lambda one: one.row.tokens_per_s or 0))
+    gpus = max(one.run.experiment.gpus for one in fastest)
+    least = min(one.efficiency or 0 for one in fastest)
     words = "two GPUs" if gpus == 2 else f"up to {gpus} GPUs"
     share = f"{floor(100 * least)}% or more"
     return f"On {words}, the fastest variant keeps {share} of each one's own speed"
-
-
-def _speed(one: Scaled | None) -> float:
-    return (one and one.row.tokens_per_s) or 0

@@ -51,12 +51,15 @@ def _effects(suite: Run, checkpoints: bool) -> str:
     shown = (BASELINE, *ALONE.values(), "fused_all", "fused_all_offload")
     lines = []
     for row in (found[id] for id in shown if id in found):
-        # the last round's cell has the latest code
-        newest = max(suite.cells_of(row.variant, seq_len, "ok"), key=lambda cell: cell.round)
-        numbers = [number(row.forward_ms, 1), number(row.backward_ms, 1)]
-        numbers += [thousands(sum(newest.kernels_seen.values())), number(row.peak_gib, 1)]
-        numbers.append(number((newest.peak_reserved_bytes or 0) / 2**30, 1))
-        lines.append([variant_of(row.variant).plain_title, *numbers])
+        # the last round's cell has the latest code, but a process profiles a length only once
+        cells = sorted(suite.cells_of(row.variant, seq_len, "ok"), key=lambda cell: -cell.round)
+        launches = next((sum(seen.values()) for cell in cells if (seen := cell.kernels_seen)), None)
+        reserved = cells[0].peak_reserved_bytes
+        lines.append([
+            variant_of(row.variant).plain_title, number(row.forward_ms, 1),
+            number(row.backward_ms, 1), thousands(launches), number(row.peak_gib, 1),
+            number(reserved and reserved / 2**30, 1),
+        ])  # fmt: skip
     header = [f"at {seq_len} tokens", "forward, ms", "backward, ms", "launches a step",
               "peak allocated, GiB", "reserved, GiB"]  # fmt: skip
     return markdown_table(header, lines) if len(lines) > 1 else ""

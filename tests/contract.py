@@ -22,6 +22,7 @@ from cases import (
     rope_case,
 )
 from cases.operands import (
+    ATTENTIONS,
     BF16,
     DTYPES,
     OF_GROUP,
@@ -276,7 +277,8 @@ OPERATIONS = {
             saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 5),
             shapes=((1, 19),), empty=((0, 9),),
             options={
-                "r": (8, (1, 12, 32, 3), (8, 0, 8, 0)), "bias": (False, True),
+                "kind": tuple(ATTENTIONS), "r": (8, (1, 12, 32, 3), (8, 0, 8, 0)),
+                "bias": (False, True),
                 "dropout": (
                     None, (0.05, 0.5, 0.3, 0.3), (0.0, 0.3, 0.0, 0.0), (0.3, None, None, 0.5),
                 ),
@@ -305,6 +307,10 @@ OPERATIONS = {
             partial(make_lora_attention, heads=2, norms=True), ("x", *lora_attention_case.NAMES),
             saved=("cos", "q_B", "frozen.qkv.q_weight", "frozen.head_norms.k_weight"),
             usual=(2, 5), shapes=((1, 19),), empty=((0, 9),),
+            options={
+                "norms": (True, "together"),
+                "kind": ("usual", "MQA of 3, a mask", "MHA, not rotated"),
+            },
         ),
         Operation(
             "rms_norm", rms_norm, rms_norm_case.eager_rms_norm, make_norm(rms_norm),
@@ -333,7 +339,7 @@ OPERATIONS = {
         Operation(
             "rope", rope, rope_case.eager, make_rope, ("q", "k"), saved=("cos", "sin"),
             usual="MQA, angles of each sequence", shapes=tuple(rope_case.SIZES),
-            options={"angle_dtype": DTYPES},
+            options={"angle_dtype": DTYPES, "interleaved": (False, True), "tables": (1, 2)},
             empty=("no batch", "no positions", "no angles"), strided=("q", "k", "cos", "sin"),
             has_matmuls=False,
         ),
@@ -375,6 +381,7 @@ OPERATIONS = {
 
 ALL = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 WITH_VALUES = [operation for operation in OPERATIONS.values() if operation.has_values]
+LOSSES = [one for name, one in OPERATIONS.items() if not one.has_values and "FP8" not in name]
 OF_PRODUCTS = [operation for operation in WITH_VALUES if operation.has_matmuls]
 KERNELS = {  # the module, and the kernels of forward and backward
     "rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),

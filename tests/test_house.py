@@ -14,7 +14,7 @@ from cases.reference import assert_within_budget, over_draws, random
 from dev import planted_faults
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("fused_mlp", "fused_lora", "bench", "report", "examples", "docs")
+ROOMS = ("fused_mlp", "fused_lora", "bench", "report", "examples")
 AT_THE_ROOT = {"lora_bench.py", "models.py", "trainer.py", "variants.py", "batches.py"}
 RIDDLES = re.compile(r"(what|whether|why|how|who|where|when|which)\b", re.IGNORECASE)
 
@@ -42,6 +42,25 @@ def test_no_public_function_or_class_has_the_name_of_another():
                 found[node.name].append(f"{path}:{node.lineno}")
     twice = {name: places for name, places in found.items() if len(places) > 1}
     assert found and not twice
+
+
+# Public signatures, or transformers' own; and a launcher that has one operand more than its twin.
+MANY_PARAMETERS = {"linear_cross_entropy", "log_probs", "causal_lm_forward", "_forward",
+                   "norm_backward_codes"}  # fmt: skip
+
+
+def test_no_function_of_the_library_has_more_than_8_parameters():
+    """But constructors of public classes, and Triton's kernels."""
+    many = {
+        node.name
+        for path, tree in modules()
+        if path.parts[0] in ("fused_mlp", "fused_lora")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name != "__init__"
+        if "triton" not in "".join(map(ast.unparse, node.decorator_list))
+        if len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs) > 8
+    }
+    assert many == MANY_PARAMETERS
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb():

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from batches import Batch, load_tokenizer, make_batches, read_chats, tokenize
-from bench.folders import unfinished_beside
 from bench.weights import Source, materialize
 from variants import IN_FP32, Lora
 
@@ -100,7 +99,6 @@ def train_adapters(send: Callable[[Any], None], asked: Asked) -> None:
     """Train the adapters, all from the same A and B = 0, and write their files."""
     materialize(asked.source, 0, asked.device)
     built = build_at_start(asked, TRAINER)
-    asked.folder.mkdir(parents=True, exist_ok=True)
     chats, pairs = asked.chats()[0], asked.pairs_of_rows()
     start = {name: p.detach().clone() for name, p in trained_in(built.model).items()}
     with built.autocast(), torch.no_grad():
@@ -129,8 +127,7 @@ def train_adapters(send: Callable[[Any], None], asked: Asked) -> None:
             optimizer.zero_grad()
             if one := wanted.get(step + 1):
                 state = {n: p.detach().cpu() for n, p in trained_in(built.model).items()}
-                with unfinished_beside(asked.folder / one.file) as unfinished:
-                    torch.save(state, unfinished)
+                torch.save(state, asked.folder / one.file)
                 send({"doing": f"trained {one.file}, loss {loss.item():.5f}"})
 
 
@@ -166,8 +163,7 @@ def run_variant(send: Callable[[Any], None], asked: Asked, variant: str) -> None
                 changes.append(hidden.cpu() - before)
                 losses.append(loss - loss_before)
             along = [change.square().sum(dtype=torch.float64).item() for change in changes]
-            with unfinished_beside(exact) as unfinished:
-                torch.save(changes, unfinished)
+            torch.save(changes, exact)
         else:
             wanted = torch.load(exact, mmap=True)
             for (hidden, loss), (before, loss_before), want in zip(

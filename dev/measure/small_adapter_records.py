@@ -1,13 +1,9 @@
 """The records of small_adapters.json, and its tables in Markdown. Imports no torch."""
 
 from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 
-import msgspec
-
 from bench.experiment_records import Environment, Record
-from bench.results import UNREADABLE, write_atomically
 from report.statistics import interval95
 from report.table import markdown_table
 from report.wording import commit_in, packages_in
@@ -76,17 +72,6 @@ class SmallAdapters(Record):
         """Return the loss's change in each batch, divided by fp32's mean change."""
         exact = fmean(self.seen_by(IN_FP32, adapter).losses)
         return [change / exact for change in self.seen_by(variant, adapter).losses]
-
-
-def load_small_adapters(path: Path) -> SmallAdapters:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=SmallAdapters)
-    except UNREADABLE as error:
-        raise ValueError(f"{path}: {error}: restore it, or delete it to start anew") from None
-
-
-def save_small_adapters(path: Path, found: SmallAdapters) -> None:
-    write_atomically(path, msgspec.json.encode(found) + b"\n")
 
 
 # --- tables ---------------------------------------------------------------------------------------

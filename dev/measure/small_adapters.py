@@ -5,25 +5,27 @@ over the change in fp32.
 
 Vanilla PEFT trains adapters from B = 0 for a few steps at small learning rates, on chats and with
 DPO's loss on pairs. Every variant then runs forward in training mode on other chats, with B = 0 and
-with each of these adapters. The same command goes on with the variants that are missing. It ends
-with the tables of docs/small_adapters.md.
+with each of these adapters. It ends with the tables of docs/small_adapters.md.
 """
 
 import argparse
-import hashlib
 import os
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import msgspec
 
 from batches import read_chats, sha256_of
 from bench import machine, processes
 from bench.chats import gather
-from bench.folders import locked, remove_unfinished
+from bench.folders import locked
 from bench.option_checks import check_variant
 from bench.options import HERE, Parser, list_of_variants, why_unavailable
+from bench.results import write_atomically
 from bench.terminal import console
 from bench.weights import check_architecture, resolve
 from variants import IN_FP32, Lora, title_of
@@ -41,8 +43,6 @@ from .small_adapter_records import (
     Seen,
     SmallAdapters,
     TrainedAdapter,
-    load_small_adapters,
-    save_small_adapters,
     tables,
 )
 
@@ -83,45 +83,23 @@ def looked_at(asked: Asked, variant: str) -> tuple[str | None, list[Seen]]:
     return ended.error and f"{ended.error}: {ended.output_tail}", seen
 
 
-def go_on_with(path: Path, fresh: SmallAdapters) -> SmallAdapters:
-    """Return the file's runs, if they are of the same settings and GPU, or `fresh` without one."""
-    if not path.exists():
-        return fresh
-    earlier = load_small_adapters(path)
-    settings, wanted = (
-        (one.model, one.data_sha256, one.adapters, one.batches, one.environment.device)
-        for one in (earlier, fresh)
+def run_all(asked: Asked, variants: tuple[str, ...], path: Path) -> None:
+    """Train the adapters, run every variant on them, and write the file after each."""
+    found = new_file(asked)
+    ended = processes.run(
+        train_adapters, asked, on_message=lambda sent: console.print(sent["doing"])
     )
-    if settings != wanted:
-        raise ValueError(f"{path} is of another model, --data, GPU or settings: give another --out")
-    return earlier
-
-
-def run_missing(asked: Asked, variants: tuple[str, ...], path: Path) -> None:
-    """Run the variants that the file lacks, and write it after each."""
-    found = go_on_with(path, new_file(asked))
-    if any(not (asked.folder / one.file).exists() for one in asked.adapters):
-        ended = processes.run(
-            train_adapters, asked, on_message=lambda sent: console.print(sent["doing"])
-        )
-        if ended.error:
-            raise RuntimeError(f"training the adapters: {ended.error}\n{ended.output_tail}")
-    files = [asked.folder / f"fp32-{one.file}" for one in asked.adapters]
-    done = {one.variant for one in found.seen}
+    if ended.error:
+        raise RuntimeError(f"training the adapters: {ended.error}\n{ended.output_tail}")
     for variant in (IN_FP32, *variants):
-        if variant in done and (variant != IN_FP32 or all(file.exists() for file in files)):
-            continue
         began = time.monotonic()
         error, seen = looked_at(asked, variant)
         if error and variant == IN_FP32:
             raise RuntimeError(f"{title_of(variant)}: {error}")
-        found.seen[:] = [one for one in found.seen if one.variant != variant]
+        found.seen += seen
         if error:
             found.failed[variant] = error
-        else:
-            found.failed.pop(variant, None)
-            found.seen += seen
-        save_small_adapters(path, found)
+        write_atomically(path, msgspec.json.encode(found) + b"\n")
         outcome = error.splitlines()[-1] if error else f"{time.monotonic() - began:.0f} s"
         console.print(f"{title_of(variant)}: {outcome}")
     console.print(tables(found), soft_wrap=True, markup=False)
@@ -157,22 +135,14 @@ def main(argv: list[str] | None = None) -> int:
         dpo_steps = min(DPO_STEPS, defaults["pairs"] // PAIRS_A_STEP)
         adapters += [TrainedAdapter(DPO_LR, n, is_dpo=True) for n in range(1, dpo_steps + 1)]
         sizes = {name: defaults[name] for name in ("device", "batches", "rows", "seq_len", "pairs")}
-        data = gather(given.data, given.cache, None if source.config else source.folder)
+        data = gather(given.data, given.cache)
         if (there := len(read_chats(data))) < (least := sizes["pairs"] + APART):
             raise ValueError(
                 f"--data {given.data}: too few chats ({there}); wanted {least} or more; add some"
             )
-        rests_on = repr((str(source.folder), sha256_of(data), sizes))
-        digest = hashlib.sha256(rests_on.encode()).hexdigest()[:12]
-        caches = given.cache.resolve() / "small_adapters"
-        folder = caches / f"{source.folder.name}-{digest}"
-        asked = Asked(source, data, folder, adapters=adapters, **sizes)
-        with locked(given.out), locked(folder, "--cache"):
-            remove_unfinished(folder, given.cache)
-            run_missing(asked, tuple(given.variants), given.out / "small_adapters.json")
-    except KeyboardInterrupt:
-        print("\nStopped: the same command continues.")
-        return 130
+        with locked(given.out), TemporaryDirectory() as folder:
+            asked = Asked(source, data, Path(folder), adapters=adapters, **sizes)
+            run_all(asked, tuple(given.variants), given.out / "small_adapters.json")
     except RuntimeError as error:
         print(f"small_adapters: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1

@@ -7,7 +7,6 @@ already gave for the module, and those that the user asked for.
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..telling import warn
@@ -21,15 +20,13 @@ WISHES = ("adapters are merged", "adapters are active", "adapters have been unlo
 
 
 def say_once(module: nn.Module, reason: str) -> None:
-    """Warn once that a module steps aside, unless the user asked for the reason. Compiled code
-    warns each time it is traced."""
+    """Warn once that a module steps aside, unless the user asked for the reason."""
     owner = owner_of(module) or owner_of(module, HOOKED)
     if owner is None or reason in owner.reported or any(wish in reason for wish in WISHES):
         return
-    if not torch.compiler.is_compiling():
-        if reason in owner.told:
-            return
-        owner.told.add(reason)
+    if reason in owner.told:
+        return
+    owner.told.add(reason)
     warn(f"a fused {type(module).__name__} stepped aside: {reason} (see fused_lora.report)")
 
 

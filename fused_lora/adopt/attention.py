@@ -38,7 +38,6 @@ from .linear import (
     read_projections,
     run_alone,
     tensors_of,
-    traced_if_possible,
 )
 from .projection import Projection, frozen_bias, seed_for, split_projection, why_call
 from .refusal import attempt, refuse
@@ -199,9 +198,7 @@ def self_attention_forward(
             return _run_as_one(
                 attention, [*reads.fit, o], hidden_states, angles, attention_mask, scale
             )
-        reason = why_not_inputs(*call)
-        if not torch.compiler.is_compiling():
-            reason = reason or why_not_sinks(attention, hidden_states, attention_mask)
+        reason = why_not_inputs(*call) or why_not_sinks(attention, hidden_states, attention_mask)
         if reason is not None and torch.is_grad_enabled():  # inference may use anything
             say_once(attention, reason)
     qkv = _run_qkv(attention, reads, hidden_states)
@@ -257,7 +254,6 @@ def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Te
     return outputs[0].split(_sizes(attention, outputs[0].shape[-1]), -1)
 
 
-@traced_if_possible
 def _run_together(
     attention: Any, reads: list[Projection], hidden_states: Tensor
 ) -> Sequence[Tensor]:
@@ -273,8 +269,6 @@ def _read_rest(
 ) -> Projection | None:
     """Return o as it is now, for an attention whose q, k and v are fused, or None if the attention
     cannot run as one function."""
-    if torch.compiler.is_compiling():  # the compiler has its own fusion
-        return None
     o = output_of(attention)
     if (
         why_not_as_one(attention)

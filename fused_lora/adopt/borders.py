@@ -18,7 +18,7 @@ The matmuls are in `layer/buffer.py`. LoRA: Hu et al., arXiv 2106.09685. The bor
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,12 +90,12 @@ class Border:
     """
 
     precision = ""  # the report adds it to such layers
-    is_traced = True  # torch.compile can trace a forward on them
     may_wait = False  # fully_shard, which takes no weights in a buffer, may come after `fuse`
 
     @staticmethod
-    def why_not(layer: Any) -> str | None:
-        """Return the reason if a layer's weights cannot lie in such buffers."""
+    def why_not(weights: Sequence[Tensor], norm: Tensor) -> str | None:
+        """Return the reason if a layer's weights cannot lie in such buffers. norm: the weight of
+        one of its norms."""
         return None
 
     @staticmethod

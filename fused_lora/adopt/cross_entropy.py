@@ -197,7 +197,7 @@ def causal_lm_forward(
         return class_forward(
             model, labels=labels, logits_to_keep=logits_to_keep, **inputs, **options
         )
-    if not model.training and not torch.compiler.is_compiling():
+    if not model.training:
         say_not_checkpointed(model)
     num_items = options.pop("num_items_in_batch", None)
     for name in ("return_dict", "output_router_logits"):  # neither is asked for
@@ -208,8 +208,7 @@ def causal_lm_forward(
         warn(NO_CACHE)
         inputs["use_cache"] = False
     shifted = shifted_by_one(labels).to(head.weight.device)
-    if not torch.compiler.is_compiling():
-        note(labels, len(head.weight))
+    note(labels, len(head.weight))
     states = run_decoder(model, head, inputs, shifted, options, max_labelled_tokens)
     hidden, form = states.hidden, known_form(model, "ForCausalLM")
     text = model.config.get_text_config()
@@ -228,16 +227,14 @@ def causal_lm_forward(
             drop_ignored=states.drop_ignored,
             max_labelled=max_labelled_tokens,
             rows=states.rows,
-            check_labels=torch.compiler.is_compiling(),
+            check_labels=False,
             fp8=multiplies_in_fp8(model, head, parts),
             softcap=softcap_of(model),
         )
 
     loss = call_with([model.lm_head, head], loss_of, hidden)
     outputs = {one.name: getattr(states.outputs, one.name, None) for one in fields(output_class)}
-    if not torch.compiler.is_compiling():  # it only knows transformers' output classes
-        output_class = without_logits(output_class)
-    return output_class(**outputs | {"loss": loss, "logits": None})
+    return without_logits(output_class)(**outputs | {"loss": loss, "logits": None})
 
 
 def softcap_of(model: Any) -> float | None:

@@ -28,7 +28,6 @@ from .linear import (
     read_projections,
     run_alone,
     tensors_of,
-    traced_if_possible,
 )
 from .projection import Projection, seed_for, why_call
 from .refusal import attempt, refuse, refuse_documents
@@ -167,7 +166,6 @@ def run_rule(
     return found
 
 
-@torch.compiler.disable
 def _convolve(net: Any, mixed: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, ...]:
     conv = Conv(qkv_sizes(net), seq_idx=seq_idx)
     return causal_conv(mixed, net.conv1d.weight.squeeze(1), net.conv1d.bias, conv)
@@ -182,18 +180,17 @@ def _run_in(net: Any, reads: Reads | None, x: Tensor) -> tuple[Tensor, ...]:
     some cannot be fused, or none is read."""
     projections = [getattr(net, name) for name in in_projections(net)]
     if reads is None:
-        found = [projection(x) for projection in projections]
+        found = tuple(projection(x) for projection in projections)
     elif reads.left:
-        found = [run_alone(net, projection, x) for projection in projections]
+        found = tuple(run_alone(net, projection, x) for projection in projections)
     else:
         found = _run_together(net, reads.fit, x)
     if len(found) == 4:
-        return tuple(found)
+        return found
     q, k, v, z, b, a = net.fix_query_key_value_ordering(*found)
     return torch.cat([one.flatten(2) for one in (q, k, v)], -1), z.flatten(2), b, a
 
 
-@traced_if_possible
 def _run_together(net: nn.Module, reads: list[Projection], x: Tensor) -> tuple[Tensor, ...]:
     found, write_again = written(net, reads)
     layers = tuple(map(frozen_linear, found))

@@ -118,7 +118,7 @@ def _documents_in(
     """Return the documents of packed rows, None for rows that are not packed."""
     if mask is not None:
         return mask if isinstance(mask, Tensor) and is_documents(mask) else None
-    if not isinstance(position_ids, Tensor) or (torch.compiler.is_compiling() and not has_mixers):
+    if not isinstance(position_ids, Tensor):
         return None
     if has_mixers and position_ids.ndim == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]  # the text's, before those of images
@@ -195,8 +195,6 @@ def _has_axes(decoder: Any) -> bool:
 def takes_documents(decoder: Any) -> bool:
     """Return True if all attention of a decoder runs fused, on kernels that handle documents, and
     its other layers keep documents apart. An attention that steps aside turns them into a mask."""
-    if torch.compiler.is_compiling():
-        return False
     its_module = vars(sys.modules[type(decoder).__module__])
     makes_own_masks = why_replaced(masking_utils.__name__, *MASKS) is None and all(
         its_module.get(name) in (None, getattr(masking_utils, name)) for name in MASKS

@@ -9,7 +9,6 @@ each rank side by side.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers.integrations import moe
@@ -143,8 +142,6 @@ def _why_not_dtype(x: Tensor, read: ReadExperts) -> str:
     return ""
 
 
-# torch.compile breaks its graph here, as it does in PEFT's forward, which edits the module
-@torch.compiler.disable
 def experts_forward(wrapper: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
     read, reason = attempt(read_experts, wrapper)
     if len(rest) != 2 or options:

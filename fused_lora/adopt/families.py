@@ -205,6 +205,23 @@ KINDS = {
     "RMSNormGated": ("gated_norm", "RMSNormGated"),
     "Projections": ("projections", "Projections"),
 }
+# The words for such a class in a refusal.
+KNOWN_TO = {
+    "MLP": "an MLP class that we know, down(activation(gate) * up)",
+    "Experts": "an experts class that we know, down(activation(gate) * up) each",
+    "Attention": "an attention class that we know",
+    "RMSNorm": "a norm class that we know, weight * (x / rms(x))",
+    "NormedLayer": "a layer class that we know",
+    "Layer": "a layer class whose parts we know",
+    "ForCausalLM": "a class that we know, with its loss from lm_head alone",
+    "GatedDeltaNet": "a gated delta net that we know",
+    "ShortConv": "a short convolution that we know",
+    "RMSNormGated": "a gated norm class that we know, weight * (x / rms(x)) * silu(gate)",
+}
+# Functions and methods that the forwards of these classes call, and that fused ones compute
+# themselves.
+CALLED = {"Attention": ("apply_rotary_pos_emb", "rotate_half", "_apply_rotary_emb")}
+METHODS = {"RMSNorm": "_norm"}
 FORMS: dict[str, dict[str, Any]] = {
     kind: {
         family.class_of(kind): getattr(family, field)

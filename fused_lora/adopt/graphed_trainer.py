@@ -147,7 +147,7 @@ class GraphedSteps:
         module = _decoder_in(model)
         assert module is not None
         if self.decoder is None or self.decoder.module is not module:
-            self.decoder = GraphedDecoder(module, partial(_forget_memory, module), self.max_graphs)
+            self.decoder = GraphedModule(module, partial(_forget_memory, module), self.max_graphs)
         wrapped = next((one for one in inputs if isinstance(one, DistributedDataParallel)), None)
         with self.decoder.in_place(), _without_sync(wrapped):
             loss = self._own_step(*inputs, **options)
@@ -207,7 +207,7 @@ class GraphedSteps:
 
     def _why_not(self) -> str:
         args, model = self.trainer.args, self.trainer.model
-        wanted = GraphedDecoder._backend.device_type
+        wanted = GraphedModule._backend.device_type
         devices = {str(parameter.device) for parameter in model.parameters()}
         reasons = {
             f"the model is on {', '.join(sorted(devices))}, not on one {wanted} device": (
@@ -226,14 +226,6 @@ class GraphedSteps:
             ),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-class GraphedDecoder(GraphedModule):
-    """A decoder as graphs, which compute all tokens: `labelled`, a fused layer's option, changes
-    nothing about those that have a label."""
-
-    def __call__(self, *positional: Any, labelled: Any = None, **inputs: Any) -> Any:
-        return super().__call__(*positional, **inputs)
 
 
 def _without_sync(wrapped: DistributedDataParallel | None) -> AbstractContextManager[None]:

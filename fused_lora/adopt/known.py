@@ -6,28 +6,11 @@ from typing import Any
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from .families import FORMS, WHY_NOT_WHOLE
+from .families import CALLED, FORMS, KNOWN_TO, METHODS, WHY_NOT_WHOLE
 from .foreign.forwards import why_not_own_forward
 from .foreign.originals import why_patched, why_replaced
 from .foreign.parallel import own_class
 from .forms import LayerForm
-
-KNOWN_TO = {
-    "MLP": "an MLP class that we know, down(activation(gate) * up)",
-    "Experts": "an experts class that we know, down(activation(gate) * up) each",
-    "Attention": "an attention class that we know",
-    "RMSNorm": "a norm class that we know, weight * (x / rms(x))",
-    "NormedLayer": "a layer class that we know",
-    "Layer": "a layer class whose parts we know",
-    "ForCausalLM": "a class that we know, with its loss from lm_head alone",
-    "GatedDeltaNet": "a gated delta net that we know",
-    "ShortConv": "a short convolution that we know",
-    "RMSNormGated": "a gated norm class that we know, weight * (x / rms(x)) * silu(gate)",
-}
-# Functions and methods that the forwards of these classes call, and that fused ones compute
-# themselves.
-CALLED = {"Attention": ("apply_rotary_pos_emb", "rotate_half", "_apply_rotary_emb")}
-METHODS = {"RMSNorm": "_norm"}
 
 
 def known_form(module: nn.Module, kind: str) -> Any:

@@ -1,8 +1,7 @@
-"""The decoder of a causal language model, run for the tokens whose next token has a label."""
+"""The decoder of a causal language model, run for a loss on the tokens that have a label."""
 
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,10 +11,7 @@ from ..cross_entropy import labelled_rows
 from ..label_check import IGNORED, checking
 from ..step.graphed_module import is_graphed
 from .documents import LAYER_INPUTS, unpadded
-from .foreign.forwards import fused_parts_of
 from .foreign.versions import as_named
-from .known import inner_norm, known_form
-from .projection import why_call
 
 
 class DecoderStates(NamedTuple):
@@ -42,7 +38,6 @@ def shifted_by_one(labels: Tensor) -> Tensor:
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
 
 
-@torch.compiler.disable(recursive=False)  # the decoder in it is compiled
 def run_decoder(
     model: Any, head: nn.Linear, inputs: dict[str, Any], labels: Tensor, options: dict[str, Any],
     max_labelled_tokens: int | None = None,
@@ -60,17 +55,14 @@ def run_decoder(
         is_token = given["attention_mask"].bool().to(labels.device)
     # the host would wait for the number of labelled tokens, which no capture allows
     drop_ignored = not is_capturing(labels)
+    waits = drop_ignored and max_labelled_tokens is None
     rows, outputs = None, None
-    if not torch.compiler.is_compiling():
-        waits = drop_ignored and max_labelled_tokens is None
-        with checking(wanted, len(head.weight), waits=waits):
-            if is_graphed(model.model):  # all tokens: launch it before the host waits
-                outputs = model.model(**as_named(inputs), **options)
-            if drop_ignored or max_labelled_tokens is not None:
-                rows = labelled_rows(labels, max_labelled=max_labelled_tokens)
+    with checking(wanted, len(head.weight), waits=waits):
+        if is_graphed(model.model):  # launch it before the host waits
+            outputs = model.model(**as_named(inputs), **options)
+        if drop_ignored or max_labelled_tokens is not None:
+            rows = labelled_rows(labels, max_labelled=max_labelled_tokens)
     if outputs is None:
-        if rows is not None and _may_leave_out(model, head, inputs, labels, options):
-            options["labelled"] = model.model.layers[-1], rows
         outputs = model.model(**as_named(inputs), **options)
     hidden = outputs.last_hidden_state
     return DecoderStates(outputs, hidden, labels.to(hidden.device), rows, drop_ignored, is_token)
@@ -79,30 +71,3 @@ def run_decoder(
 def _shows_states(model: Any, options: dict[str, Any]) -> bool:
     names = ("output_hidden_states", "output_attentions")
     return any(options.get(name) or getattr(model.config, name) for name in names)
-
-
-def _may_leave_out(
-    model: Any, head: nn.Linear, inputs: dict[str, Any], labels: Tensor, options: dict[str, Any]
-) -> bool:
-    """Return True if the last layer may compute its output for labelled tokens only: it is fused,
-    and nobody but the loss sees its output."""
-    decoder, names = model.model, ("input_ids", "inputs_embeds")
-    tokens = next((inputs[name] for name in names if inputs.get(name) is not None), None)
-    # labels of the wrong shape are refused later; their rows may not exist
-    if tokens is None or labels.shape != tokens.shape[:2]:
-        return False
-    if not hasattr(decoder, "layers"):  # a multimodal model: its text tower has them
-        return False
-    last, norm = decoder.layers[-1], known_form(model, "ForCausalLM").norm
-    return (
-        "layer" in fused_parts_of(last)
-        and [*decoder.layers].count(last) == 1  # not an earlier layer as well
-        and not _shows_states(model, options)
-        and all(
-            why_call(one, own_forward=False) is None
-            for one in (last, decoder, decoder.get_submodule(norm))
-        )
-        # a compiled one would recompile for every number of tokens
-        and last._compiled_call_impl is decoder._compiled_call_impl is None
-        and inner_norm(last).weight.device == head.weight.device
-    )

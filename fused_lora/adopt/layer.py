@@ -38,6 +38,7 @@ from .layer_reading import (
     norms_of,
     parts_and_ranks,
     read_groups,
+    why_not_weights,
 )
 from .mixer_layer import has_mixer, run_mixer_layer, why_not_mask, why_slow
 from .mlp import activation_of
@@ -64,13 +65,6 @@ class BorderedForward(FusedForward):
         if borders is None or kind not in (None, borders.kind):
             borders = LayerBorders(kind or DefaultBorder)
         self.borders = borders
-
-    @property
-    def forward(self) -> MethodType:
-        method = super().forward
-        if self.borders.kind.is_traced:
-            return method
-        return MethodType(torch.compiler.disable(method.__func__), self)
 
 
 def borders_of(module: nn.Module) -> LayerBorders | None:
@@ -197,7 +191,7 @@ def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection
             "runs whole"
         )
     kind = DefaultBorder if borders is None else borders.kind
-    refuse(kind.why_not(layer))
+    refuse(why_not_weights(layer, kind))
     return read_groups(layer, asked or kind)
 
 
@@ -239,7 +233,7 @@ def _why_not_dtypes(layer: Any, hidden: Tensor, stored: torch.dtype) -> str | No
 
 
 def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inputs, **options):
-    """Run a layer as one, or else in parts, which compute all tokens."""
+    """Run a layer as one, or else in parts."""
     return _forward(layer, parts, hidden_states, **by_name(layer, inputs), **options)
 
 
@@ -253,20 +247,14 @@ def _forward(
     use_cache: bool | None = False,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     per_layer_input: Tensor | None = None,
-    labelled: tuple[nn.Module, Tensor] | None = None,
     **options,
 ):
-    """Run `layer_forward` on its inputs by name.
-
-    labelled: a layer whose output matters for some tokens only, and their rows: `cross_entropy.py`.
-    """
+    """Run `layer_forward` on its inputs by name."""
     if _is_flattened(layer):
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
     call = hidden_states, attention_mask, past_key_values, position_embeddings, options
-    if torch.compiler.is_compiling():
-        reads, reason = attempt(_read_call, layer, *call)
-    else:  # a recompute computes what the forward did: nothing is read again
-        reads, reason = once(lambda: attempt(_read_call, layer, *call), is_small=True)
+    # a recompute computes what the forward did: nothing is read again
+    reads, reason = once(lambda: attempt(_read_call, layer, *call), is_small=True)
     if reason:
         # inference may be called in any way, with a cache for example
         if torch.is_grad_enabled():
@@ -284,24 +272,20 @@ def _forward(
             past_key_values=past_key_values, use_cache=use_cache,
             position_embeddings=position_embeddings, **options,
         )  # fmt: skip
-    rows = labelled[1] if labelled is not None and labelled[0] is layer else None
     if has_mixer(layer):
-        return _run_around(layer, reads, hidden_states, attention_mask, rows, options)
+        return _run_around(layer, reads, hidden_states, attention_mask, options)
     assert position_embeddings is not None
     scale = q_scale_of(layer.self_attn, {"position_ids": position_ids})
-    total = _run(layer, reads, hidden_states, position_embeddings, attention_mask, rows, scale)
+    total = _run(layer, reads, hidden_states, position_embeddings, attention_mask, scale)
     return finished(layer, total, per_layer_input)
 
 
-# It looks at addresses, which torch.compile does not know. It is all kernels and matmuls anyway.
-@torch.compiler.disable
 def _run(
     layer: Any,
     reads: list[list[Projection]],
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     mask: Tensor | None,
-    rows: Tensor | None,
     q_scale: Tensor | None,
 ) -> Tensor:
     *trained, frozen = _operands_now(layer, reads)
@@ -311,24 +295,19 @@ def _run(
 
     def run(output_needed: bool) -> Tensor:
         now = frozen._replace(
-            output_needed=output_needed,
-            needed_tokens=rows,
-            seed=seed,
-            q_scale=q_scale,
-            window=window,
+            output_needed=output_needed, seed=seed, q_scale=q_scale, window=window
         )
         return DecoderLayer.apply(hidden_states, *angles, mask, *trained, now)
 
     return saving_last(run)
 
 
-@torch.compiler.disable
 def _run_around(
     layer: Any, reads: list[list[Projection]], hidden: Tensor, mask: Tensor | None,
-    rows: Tensor | None, options: dict[str, Any],
+    options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     *trained, frozen = _operands_now(layer, reads)
-    frozen = frozen._replace(needed_tokens=rows, seed=seed_for(hidden, *frozen.dropout_rates))
+    frozen = frozen._replace(seed=seed_for(hidden, *frozen.dropout_rates))
     return run_mixer_layer(layer, hidden, mask, trained, frozen, options)
 
 

@@ -15,7 +15,7 @@ from .borders import Border
 from .foreign.forwards import fused_parts_of
 from .forms import LayerForm
 from .four_bit.reading import why_not_alike
-from .known import known_form, layer_form, why_not_class, why_not_whole
+from .known import inner_norm, known_form, layer_form, why_not_class, why_not_whole
 from .mixer_layer import has_mixer, mixer_of, noun_of, why_not_mixer
 from .mlp import split_gate_up, why_not_activation
 from .projection import Projection, read_projection, trains_bias, why_call
@@ -96,6 +96,11 @@ def _check_alike(name: str, read: Projection, dtype: torch.dtype, device: torch.
                 f"{name} is {tensor.dtype} on {tensor.device}, norms {dtype} on {device}: "
                 "make them alike"
             )
+
+
+def why_not_weights(layer: Any, kind: type[Border]) -> str | None:
+    """Return the reason if a layer's weights cannot lie in such buffers."""
+    return kind.why_not([base.weight for base in base_layers(layer)], inner_norm(layer).weight)
 
 
 def base_layers(layer: Any) -> Iterator[Any]:

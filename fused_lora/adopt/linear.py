@@ -1,11 +1,9 @@
 """A single projection, run as LoRA_W: attention's o, or one of a group (an MLP's, or those that
 share an input) in which another cannot run fused."""
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..lora_linear import FrozenLinear, LoRA_W
@@ -35,7 +33,7 @@ class Reads(NamedTuple):
 
     @property
     def are_all(self) -> bool:
-        return len(self.fit) > 0 and not self.left  # torch.compile cannot trace bool of a list
+        return bool(self.fit) and not self.left
 
 
 def read_projections(module: Any, names: Sequence[str]) -> Reads:
@@ -56,23 +54,6 @@ def read_projections(module: Any, names: Sequence[str]) -> Reads:
     if not reads.left:
         refuse(why_unloaded(module, reads.fit))
     return reads
-
-
-def traced_if_possible(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Have ``run(module, reads, ...)`` run between compiled code if torch.compile cannot trace it.
-
-    Weights in 4 bits are written to addresses. With dropout, compiled code might draw other masks
-    when a checkpoint recomputes it.
-    """
-    untraced = torch.compiler.disable(run)
-
-    @wraps(run)
-    def chosen(module: nn.Module, reads: list[Projection], *inputs: Any) -> Any:
-        if torch.compiler.is_compiling() and any(one.is_packed or one.dropout for one in reads):
-            return untraced(module, reads, *inputs)
-        return run(module, reads, *inputs)
-
-    return chosen
 
 
 def tensors_of(reads: Sequence[Projection]) -> list[Tensor | None]:
@@ -96,7 +77,6 @@ def run_alone(module: nn.Module, projection: nn.Module, x: Tensor) -> Tensor:
     return _lora_w(module, [read], x)
 
 
-@traced_if_possible
 def _lora_w(module: nn.Module, reads: list[Projection], x: Tensor) -> Tensor:
     (read,), write_again = written(module, reads)
     seed = seed_for(x, read.dropout)

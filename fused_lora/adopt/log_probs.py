@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -35,7 +34,6 @@ def read_adapted_head(head: BaseTunerLayer) -> Projection:
     return read
 
 
-@torch.compiler.disable(recursive=False)  # the decoder in it is compiled
 def answer_trl(
     model: Any, head: nn.Linear | None, reason: str | None, inputs: dict[str, Any],
     options: dict[str, Any], *, labels: Tensor | None, shift_labels: Tensor | None,

@@ -17,7 +17,7 @@ from .foreign.originals import is_builtin
 from .forms import MLPForm
 from .four_bit.parts import why_not_input, written
 from .known import known_form, why_not_class
-from .linear import Reads, read_projections, run_alone, traced_if_possible
+from .linear import Reads, read_projections, run_alone
 from .projection import Projection, bias_of, seed_for, split_projection, why_call
 from .refusal import attempt, refuse
 
@@ -94,7 +94,6 @@ def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
     return _run_together(mlp, reads.fit, x)
 
 
-@traced_if_possible
 def _run_together(mlp: nn.Module, reads: list[Projection], x: Tensor) -> Tensor:
     (*both, down), write_again = written(mlp, reads)
     gate, up = split_gate_up(both)

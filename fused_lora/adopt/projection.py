@@ -282,11 +282,10 @@ def why_call(module: nn.Module, own_forward: bool = True, may_be_apart: bool = F
         if is_fsdp(cls) and not may_be_apart:
             return APART
         return "it has hooks, which a fused function would not call: remove them"
-    is_traced = torch.compiler.is_compiling()
-    if "forward" not in vars(module) and not is_traced and _UNPATCHED.get(cls) is cls.forward:
+    if "forward" not in vars(module) and _UNPATCHED.get(cls) is cls.forward:
         return None  # true of nearly all of a layer's 40 calls
     if own_forward and not has_own_forward(module) and fused_parts_of(module) != STAND_IN:
         return why_not_own_forward(module) or "its forward has been replaced by something else"
-    if (reason := why_patched(cls)) is None and not is_traced:
+    if (reason := why_patched(cls)) is None:
         _UNPATCHED[cls] = cls.forward
     return reason

@@ -21,10 +21,7 @@ def refuse(reason: str | None) -> None:
 
 
 def attempt(read: Callable, *inputs: Any) -> tuple[Any, str]:
-    """Return ``(read(*inputs), "")``, or None and the reason if it refuses.
-
-    For forwards: code that torch.compile cannot trace must not run within a `try`.
-    """
+    """Return ``(read(*inputs), "")``, or None and the reason if it refuses."""
     try:
         return read(*inputs), ""
     except Refusal as refusal:

@@ -9,6 +9,7 @@ from .borders import Border
 from .foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
 from .foreign.forwards import fused_parts_of
 from .layer import borders_of
+from .layer_reading import why_not_weights
 from .projection import BASE_IS_TRAINED, has_adapters
 from .switches import BORDERS, SWITCHES, switches_for
 
@@ -90,7 +91,7 @@ def _why_not_in(model: nn.Module, kind: type[Border]) -> dict[str, str]:
     reasons = {}
     for name, layer, site in switches_for(kind)["layer"].candidates(model):
         runs = "layer" in fused_parts_of(layer)
-        reason = explained(model, site.why_not(model, name)) or kind.why_not(layer)
+        reason = explained(model, site.why_not(model, name)) or why_not_weights(layer, kind)
         reasons[f"{name}{kind.precision}" if runs else name] = reason
     return {name: reason for name, reason in reasons.items() if reason}
 

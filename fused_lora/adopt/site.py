@@ -70,13 +70,36 @@ class Site(NamedTuple):
         return self.why_not(model, name) or _why_not_on_cpu(model.get_submodule(name))
 
 
+class Evidence(NamedTuple):
+    """Functions and kernels in the profile of a step which prove that a part's modules ran fused.
+
+    functions: autograd functions, with the number of modules each stands for. Their backwards
+        count, because forwards may run twice.
+    kernels: parts of the names of GPU kernels. Each runs at least once a module. "a|b": one of the
+        two does.
+    kernels_in_4_bits: kernels that run as well if the base weights are in 4 bits.
+    without_backward: modules without a backward, because nothing before them is trained.
+    """
+
+    functions: dict[str, int]
+    kernels: tuple[str, ...] = ()
+    kernels_in_4_bits: tuple[str, ...] = ()
+    without_backward: int = 0
+
+
 class Part(NamedTuple):
-    """The sites of one switch of Fusion. none_found: the reason if a model has none of them. units:
-    the noun for the report's counts."""
+    """One switch of Fusion: its sites, and all that reports, benchmark and tests ask about it.
+
+    none_found: the reason if a model has none of the sites. units: the noun for the report's
+    counts. kinds: kernels whose names do not tell the benchmark their kind of work: the kind ->
+    how their names begin.
+    """
 
     sites: tuple[Site, ...]
     none_found: str
     units: str
+    evidence: Evidence
+    kinds: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
 
     def candidates(self, model: nn.Module) -> Iterator[tuple[str, Any, Site]]:
         """Yield the modules of a model that the report lists, with their names and sites."""
@@ -90,9 +113,8 @@ class FusedForward(Owner):
     """The forward that replaces a module's: a function of the module, the parts that it runs fused,
     and the module's inputs.
 
-    We set its method `forward` on the module. torch.compile shares the code of a method between
-    layers. It would compile a callable object or a functools.partial for each layer until it gives
-    up.
+    We set its method `forward` on the module. torch.compile runs it as it is, between what it
+    compiles: tracing through fused functions took minutes and gave nothing.
     """
 
     def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
@@ -120,7 +142,7 @@ _thread = _Thread()
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Make every fused module run its class's forward, in this thread and not in compiled code."""
+    """Make every fused module run its class's forward, in this thread."""
     before, _thread.is_unfused = _thread.is_unfused, True
     try:
         yield
@@ -137,7 +159,7 @@ def _with_signature_of(own: Callable) -> Callable:
         if isinstance(self, nn.Module):  # accelerate binds what it wraps in autocast to the model
             raise RuntimeError(BOUND_TO_THE_MODEL)
         layer: Any = self.module
-        if _thread.is_unfused and not torch.compiler.is_compiling():  # for each token of generate()
+        if _thread.is_unfused:  # for each token of generate()
             return without_checkpointing(type(layer).forward)(layer, *inputs, **options)
         options = as_ours(options)
         if self.checkpoints and is_checkpointed(layer):
@@ -148,14 +170,14 @@ def _with_signature_of(own: Callable) -> Callable:
         return self.run(layer, *inputs, **options)
 
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
-    return forward
+    return torch.compiler.disable(forward)
 
 
 def _why_not_inputs(*inputs: Any) -> str | None:
     """Return the reason if nothing can run fused on these inputs."""
     if KERNELS_WANT_A_GPU and all(map(_is_on_cpu, inputs)):
         return ON_CPU
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    if not torch._C._are_functorch_transforms_active():
         return None
     return "it is within a transform of torch.func, which knows no fused function"
 

@@ -1,4 +1,5 @@
-"""Every part of a model that can run fused, by its switch in `Fusion`, with its sites.
+"""Every part of a model that can run fused, by its switch in `Fusion`: its sites, and what shows in
+a profile.
 
 The report lists them in this order. It has no other meaning.
 """
@@ -9,7 +10,7 @@ from . import attention, cross_entropy, delta_net, experts, layer, linear, mlp, 
 from .borders import Border
 from .four_bit.reading import why_not_norms
 from .fp8.border import Fp8Border
-from .site import Part, Site
+from .site import Evidence, Part, Site
 
 # --- sites ----------------------------------------------------------------------------------------
 
@@ -56,15 +57,52 @@ NO_MLP = "it has no MLP with gate_proj, up_proj and down_proj, and no experts th
 NO_ATTENTION = "it has no attention with q_proj, k_proj and v_proj"
 NO_HEAD = "it has no lm_head, or PEFT computes its own loss from the logits (CPT)"
 NO_LAYER = "it has no decoder layer that we know"
+SWIGLU = ("_swiglu_forward_kernel", "_swiglu_backward_kernel")
+NORMS = ("_rms_norm_forward_kernel", "_rms_norm_backward_kernel")
+UNPACKS = ("_dequantize_4bit_kernel",)
+# the second where heads have norms
+LAYERS = ("_qkv_rope_kernel|_qkv_norm_rope_kernel", "_swiglu_backward_products_kernel")
+LAYERS_RAN = Evidence({"DecoderLayer": 1}, (*LAYERS, *NORMS), UNPACKS)
+FP8_LAYERS_RAN = Evidence(
+    {"DecoderLayer": 1}, (*LAYERS, NORMS[1], "_fp8_rows_kernel", "_fp8_borders_kernel")
+)
 SWITCHES = {
-    "mlp": Part((MLP, EXPERTS), NO_MLP, "projections"),
-    "attention": Part((QKV, OUTPUT, DELTA_NET, LONE_PROJECTION), NO_ATTENTION, "projections"),
-    "rope": Part((ROTATING,), NO_ATTENTION, "attentions"),
-    "rms_norm": Part((NORM, GATED_NORM, NORMED_LAYER), "it has no RMSNorm", "norms"),
-    "cross_entropy": Part((LOSS,), NO_HEAD, "losses"),
-    "fp8_lm_head": Part((FP8_LOSS,), NO_HEAD, "losses"),
-    "layer": Part((LAYER,), NO_LAYER, "layers"),
-}
+    "mlp": Part(
+        (MLP, EXPERTS), NO_MLP, "projections", Evidence({"LoRA_MLP": 1}, SWIGLU, UNPACKS),
+        kinds={"adapter": ("_drop", "_keep_bits")},
+    ),
+    "attention": Part(
+        (QKV, OUTPUT, DELTA_NET, LONE_PROJECTION), NO_ATTENTION, "projections",
+        # with rope, one function stands for q, k, v and o
+        Evidence({"LoRA_QKV": 1, "LoRA_W": 1, "LoRA_Attention": 2}, (), UNPACKS),
+        kinds={"activation": ("_causal_conv", "_output_gate")},
+    ),
+    "rope": Part(
+        (ROTATING,), NO_ATTENTION, "attentions",
+        Evidence({"RoPE": 1, "LoRA_Attention": 1}, ("_rope_kernel",)),
+    ),
+    "rms_norm": Part(
+        (NORM, GATED_NORM, NORMED_LAYER), "it has no RMSNorm", "norms",
+        Evidence({"RMSNorm": 1, "AddRMSNorm": 1}, NORMS, without_backward=1),
+    ),
+    "cross_entropy": Part(
+        (LOSS,), NO_HEAD, "losses", Evidence({"LinearCrossEntropy": 1}, ("_cross_entropy_kernel",)),
+        kinds={"loss": ("_log_probs", "_wrong_label")},
+    ),
+    "fp8_lm_head": Part(
+        (FP8_LOSS,), NO_HEAD, "losses", Evidence({}, ("_logit_codes_kernel",)),
+        kinds={"loss": ("_logit_codes",), "copy": ("_transpose",)},
+    ),
+    "layer": Part(
+        (LAYER,), NO_LAYER, "layers", LAYERS_RAN,
+        kinds={
+            "adapter": ("_extend_rows", "_sum", "_border", "_fp8_borders", "_coded"),
+            "norm": ("_add_normed", "_norm_codes", "_norm_backward", "_qkv_norm_backward"),
+            "activation": ("_guess", "_repair"),
+            "copy": ("_fp8_rows",),
+        },
+    ),
+}  # fmt: skip
 # The switches that choose the kind of buffer for the weights of layers.
 BORDERS: dict[str, type[Border]] = {"fp8": Fp8Border}
 
@@ -72,4 +110,5 @@ BORDERS: dict[str, type[Border]] = {"fp8": Fp8Border}
 def switches_for(kind: type[Border] | None) -> dict[str, Part]:
     """Return SWITCHES for layers in buffers of this kind. None: keep the kind they have."""
     site = LAYER._replace(read=partial(layer.read_layer, kind=kind))
-    return SWITCHES | {"layer": SWITCHES["layer"]._replace(sites=(site,))}
+    evidence = FP8_LAYERS_RAN if kind is Fp8Border else LAYERS_RAN
+    return SWITCHES | {"layer": SWITCHES["layer"]._replace(sites=(site,), evidence=evidence)}

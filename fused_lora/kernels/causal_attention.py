@@ -49,6 +49,17 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
 
+class Attention(NamedTuple):
+    """The numbers that attention needs besides its tensors."""
+
+    positions: int
+    heads: int
+    kv_heads: int
+    scaling: float
+    interleaved: bool = False  # RoPE pairs neighbours
+    window: int | None = None  # keys that a query sees, itself the last; None: all up to itself
+
+
 class Launch(NamedTuple):
     """Queries and keys of a tile, and Triton's warps and stages."""
 
@@ -206,14 +217,13 @@ def _attention_forward_kernel(
             first = next
 
 
-def fits_kernels(
-    qkv: Tensor, positions: int, heads: int, kv_heads: int, documents: Tensor | None = None
-) -> bool:
+def fits_kernels(qkv: Tensor, attention: Attention, documents: Tensor | None = None) -> bool:
     """Return True if these kernels can run on [q | k | v].
 
     Halves of heads must be tiles. Unless rows hold documents, positions and head_dim must be small
     enough. On a GPU fp32 is out: its tiles do not fit into a multiprocessor.
     """
+    positions, heads, kv_heads, *_ = attention
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     is_small = positions <= MAX_POSITIONS and head_dim // 2 <= HALF_EVERYWHERE
     return (
@@ -232,14 +242,10 @@ def fits_heads(dtype: torch.dtype, head_dim: int) -> bool:
 
 def causal_attention_forward(
     qkv: Tensor,
-    positions: int,
-    heads: int,
-    kv_heads: int,
-    scaling: float,
+    attention: Attention,
     documents: Tensor | None = None,
     out: Tensor | None = None,
     sinks: Tensor | None = None,
-    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return attended [batch * positions, heads * head_dim], which is out if given, and logsumexp
     [batch, heads, positions].
@@ -258,14 +264,14 @@ def causal_attention_forward(
 
     qkv is [batch * positions, (heads + 2 kv_heads) head_dim], has q and k rotated, and passes
     `fits_kernels`. Rows may lie any stride apart. documents: from `documents_of`; the mask is then
-    `mask_of_documents`. None: each row is one document. window: how many keys a query sees; None:
-    all up to itself.
+    `mask_of_documents`. None: each row is one document.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     name, kernel = "causal_attention_forward", _attention_forward_kernel
-    head_dim = head_dim_of(name, qkv, positions, heads, kv_heads, documents)
+    positions, heads, kv_heads, scaling, _, window = attention
+    head_dim = head_dim_of(name, qkv, attention, documents)
     batch = qkv.shape[0] // positions
     attended = qkv.new_empty(qkv.shape[0], heads * head_dim) if out is None else out
     if sinks is not None and (tuple(sinks.shape), sinks.device) != ((heads,), qkv.device):
@@ -286,22 +292,11 @@ def causal_attention_forward(
     return attended, logsumexp
 
 
-def head_dim_of(
-    name: str,
-    qkv: Tensor,
-    positions: int,
-    heads: int,
-    kv_heads: int,
-    documents: Tensor | None = None,
-) -> int:
+def head_dim_of(name: str, qkv: Tensor, attention: Attention, documents: Tensor | None) -> int:
     """Return the head_dim of [q | k | v]. Raise ValueError if these kernels cannot run on it."""
-    rows, columns = qkv.shape
+    (rows, columns), (positions, heads, kv_heads, *_) = qkv.shape, attention
     parts = heads + 2 * kv_heads
-    if (
-        rows % max(positions, 1)
-        or columns % parts
-        or not fits_kernels(qkv, positions, heads, kv_heads, documents)
-    ):
+    if rows % max(positions, 1) or columns % parts or not fits_kernels(qkv, attention, documents):
         raise ValueError(
             f"{name}: [q | k | v] is {list(qkv.shape)} in {qkv.dtype}, should be [batch * "
             f"{positions}, {parts} * head_dim]; up to {MAX_POSITIONS} positions, head_dim "

@@ -41,6 +41,7 @@ from fused_mlp.launching import cdiv, launch
 
 from .causal_attention import (
     LOG2_E,
+    Attention,
     Launch,
     Launches,
     dot,
@@ -179,52 +180,49 @@ def _attention_queries_backward_kernel(
 def causal_attention_backward(
     grad: Tensor,
     qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    angles: tuple[Tensor | None, Tensor | None],
     attended: Tensor,
     logsumexp: Tensor,
-    kv_heads: int,
-    scaling: float,
+    attention: Attention,
     grad_qkv: Tensor,
     documents: Tensor | None = None,
-    window: int | None = None,
 ) -> None:
-    """Write the gradient of qkv, as it was before cos and sin rotated it, into grad_qkv.
+    """Write the gradient of qkv, as it was before its angles rotated it, into grad_qkv.
 
     Equivalent PyTorch, for `rope_backward` of qkv_rope.py::
 
         gradients = torch.autograd.grad(attended, (q, k, v), grad)
-        rope_backward(*gradients, cos, sin, grad_qkv)
+        rope_backward(*gradients, *angles, grad_qkv)
 
     Args:
         grad, attended: [batch * positions, heads * head_dim].
         qkv: as the forward had it.
-        cos, sin: [batch or 1, positions, head_dim], as `rope_forward` takes them; None where
-            nothing was rotated.
+        angles: cos and sin, [batch or 1, positions, head_dim], as `rope_forward` takes them; None
+            where nothing was rotated.
         logsumexp: [batch, heads, positions] in fp32 and contiguous, from any forward.
         grad_qkv: as qkv. Rows of all may lie any stride apart.
-        documents, window: as the forward had them.
+        attention, documents: as the forward had them.
     """
-    kernel = _attention_queries_backward_kernel
-    batch, heads, positions = logsumexp.shape
+    kernel, batch = _attention_queries_backward_kernel, len(logsumexp)
+    positions, heads, kv_heads, scaling, _, window = attention
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     if batch == 0:
         return
     dots = torch.empty_like(logsumexp)
-    angles = angles_of(cos, sin)
+    cos, sin, cos_batch_stride = angles_of(*angles)
     score_scale, in_fp32 = scaling * LOG2_E.value, dots_in_fp32(kernel, qkv)
     queries, keys, warps, stages = BACKWARD_QUERIES.choose(head_dim, documents)
     launch(
         kernel, (batch * heads, cdiv(positions, queries)),
-        grad, qkv, documents, attended, logsumexp, dots, *angles, grad_qkv, positions,
-        grad.stride(0), qkv.stride(0), attended.stride(0), grad_qkv.stride(0),
+        grad, qkv, documents, attended, logsumexp, dots, cos, sin, cos_batch_stride, grad_qkv,
+        positions, grad.stride(0), qkv.stride(0), attended.stride(0), grad_qkv.stride(0),
         scaling, score_scale, heads, kv_heads, head_dim // 2, queries, keys,
         window or 0, in_fp32, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     queries, keys, warps, stages = BACKWARD_KEYS.choose(head_dim, documents)
     launch(
         _attention_keys_backward_kernel, (batch * kv_heads, cdiv(positions, keys)),
-        grad, qkv, documents, logsumexp, dots, *angles, grad_qkv, positions,
+        grad, qkv, documents, logsumexp, dots, cos, sin, cos_batch_stride, grad_qkv, positions,
         grad.stride(0), qkv.stride(0), grad_qkv.stride(0),
         scaling, score_scale, heads, kv_heads, head_dim // 2, keys, queries,
         window or 0, in_fp32, num_warps=warps, num_stages=stages,

@@ -174,7 +174,7 @@ def add_coded_border(
         block_rows, block_k, block_width, is_interpreted(_coded_product_kernel),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    _write_border(codes, columns, scales, partials, factor.scales, factors, z, z_scales, warps)
+    _write_border(codes, columns, scales, partials, factor.scales, factors, z, z_scales)
     return z
 
 
@@ -191,7 +191,7 @@ def add_border(codes: Tensor, columns: int, scales: Tensor, z: Tensor, factors: 
 
 def _write_border(
     codes: Tensor, columns: int, scales: Tensor, partials: Tensor, factor_scales: Tensor,
-    factors: Tensor, z: Tensor, z_scales: Tensor | None = None, warps: int = 4,
+    factors: Tensor, z: Tensor, z_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     (splits, rows, width), padded = partials.shape, codes.shape[1]
     launch(
@@ -199,7 +199,7 @@ def _write_border(
         partials, codes, scales, factor_scales, factors, z_scales, z, rows, columns, width, splits,
         padded, BORDER_ROWS, BORDER_COLUMNS, next_power_of_2(width),
         next_power_of_2(max(padded - columns - 3 * width, 1)), is_interpreted(_coded_border_kernel),
-        num_warps=warps,
+        num_warps=8 if width > 64 else 4,
     )  # fmt: skip
 
 

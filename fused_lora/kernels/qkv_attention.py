@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import causal_attention
-from .causal_attention import causal_attention_forward
+from .causal_attention import Attention, causal_attention_forward
 from .causal_attention_backward import causal_attention_backward
 from .documents import is_documents, mask_of_documents
 from .qkv_rope import rope_backward, rotate_back, split_heads
@@ -40,21 +40,11 @@ WIDEST = 256  # head_dim that these two take
 WIDEST_EVERYWHERE = 128  # that they have a backward for on every card
 
 
-class Attention(NamedTuple):
-    """The numbers that attention needs besides its tensors."""
-
-    positions: int
-    heads: int
-    kv_heads: int
-    scaling: float
-    interleaved: bool = False  # RoPE pairs neighbours
-    window: int | None = None  # keys that a query sees, itself the last; None: all up to itself
-    backend: int | None = None  # FLASH or CUDNN, once forward has run on one of them
-
-
 class AttentionSaved(NamedTuple):
-    """Results of a backend that its backward takes; None for those that it does not."""
+    """Results of `attention_forward` for its backward, None for those that its backend lacks."""
 
+    attention: Attention
+    backend: int | None = None  # FLASH or CUDNN, where it ran on one of them
     logsumexp: Tensor | None = None
     seed: Tensor | None = None
     offset: Tensor | None = None
@@ -66,8 +56,8 @@ def attention_forward(
     attention: Attention,
     out: Tensor | None = None,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, AttentionSaved, Attention]:
-    """Return (attended, saved, attention); saved and attention are for `attention_backward`.
+) -> tuple[Tensor, AttentionSaved]:
+    """Return (attended, saved); saved is for `attention_backward`.
 
     attended is out where one of our kernels computes it.
 
@@ -85,7 +75,7 @@ def attention_forward(
     Raises:
         ValueError: there are sinks, or a window without documents, and our kernels cannot run.
     """
-    positions, heads, kv_heads, scaling, _, window, _ = attention
+    positions, heads, kv_heads, scaling, _, window = attention
     is_bounded = is_documents(mask)
     documents, mask = _documents_or_mask(qkv, mask, attention)
     is_ours = sinks is not None or (window is not None and not is_bounded)
@@ -98,16 +88,14 @@ def attention_forward(
     if (
         is_ours
         or documents is not None
-        or (is_short and causal_attention.fits_kernels(qkv, positions, heads, kv_heads))
+        or (is_short and causal_attention.fits_kernels(qkv, attention))
     ):
-        attended, logsumexp = causal_attention_forward(
-            qkv, positions, heads, kv_heads, scaling, documents, out, sinks, window
-        )
-        return attended, AttentionSaved(logsumexp), attention
+        attended, logsumexp = causal_attention_forward(qkv, attention, documents, out, sinks)
+        return attended, AttentionSaved(attention, logsumexp=logsumexp)
     q, k, v = split_heads(qkv, positions, heads, kv_heads)
     backend = _backend(q, k, v, mask, scaling)
     is_causal = positions > 1
-    saved = AttentionSaved()
+    saved = AttentionSaved(attention)
     if backend == FLASH:
         attended, logsumexp, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, is_causal, False, scale=scaling
@@ -119,10 +107,9 @@ def attention_forward(
     else:
         attended = _attend(q, k, v, mask, scaling)
     if backend is not None:
-        saved = AttentionSaved(logsumexp, seed, offset)
+        saved = AttentionSaved(attention, backend, logsumexp, seed, offset)
     # a view on a GPU, where the heads of a token lie side by side as they do in qkv
-    by_token = as_rows(attended.transpose(1, 2).flatten(2))
-    return by_token, saved, attention._replace(backend=backend)
+    return as_rows(attended.transpose(1, 2).flatten(2)), saved
 
 
 def attention_backward(
@@ -133,7 +120,6 @@ def attention_backward(
     mask: Tensor | None,
     attended: Tensor,
     saved: AttentionSaved,
-    attention: Attention,
     grad_qkv: Tensor,
 ) -> None:
     """Write the gradient of qkv, as it was before cos and sin rotated it (if any), into grad_qkv.
@@ -141,18 +127,17 @@ def attention_backward(
     grad and attended are [batch * positions, heads * head_dim]. All else is what forward took and
     returned.
     """
-    positions, heads, kv_heads, scaling, interleaved, window, backend = attention
+    attention = saved.attention
+    positions, heads, kv_heads, scaling, interleaved, _ = attention
     documents, mask = _documents_or_mask(qkv, mask, attention)
-    if saved.logsumexp is not None and causal_attention.fits_kernels(
-        qkv, positions, heads, kv_heads, documents
-    ):
+    if saved.logsumexp is not None and causal_attention.fits_kernels(qkv, attention, documents):
         # cuDNN's has one dimension more
         logsumexp = saved.logsumexp.reshape(-1, heads, positions)
         # these kernels rotate whole heads back, of paired halves
         is_whole = cos is None or (not interleaved and cos.shape[2] * heads == attended.shape[1])
         angles = (cos, sin) if is_whole else (None, None)
         causal_attention_backward(
-            grad, qkv, *angles, attended, logsumexp, kv_heads, scaling, grad_qkv, documents, window
+            grad, qkv, angles, attended, logsumexp, attention, grad_qkv, documents
         )
         if not is_whole:
             assert cos is not None and sin is not None
@@ -163,13 +148,13 @@ def attention_backward(
         rows.view(q.shape[0], positions, heads, q.shape[3]).transpose(1, 2)
         for rows in (grad, attended)
     )
-    if backend is None:
+    if saved.backend is None:
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
         with torch.enable_grad():
             again = _attend(q, k, v, mask, scaling)
         grad_q, grad_k, grad_v = torch.autograd.grad(again, (q, k, v), grad)
     else:
-        grad_q, grad_k, grad_v = _backend_backward(grad, q, k, v, attended, saved, scaling, backend)
+        grad_q, grad_k, grad_v = _backend_backward(grad, q, k, v, attended, saved)
     rope_backward(grad_q, grad_k, grad_v, cos, sin, grad_qkv, interleaved)
 
 
@@ -180,17 +165,15 @@ def _documents_or_mask(
     if not is_documents(mask):
         return None, mask
     assert mask is not None
-    sizes = attention.positions, attention.heads, attention.kv_heads
-    if causal_attention.fits_kernels(qkv, *sizes, mask):
+    if causal_attention.fits_kernels(qkv, attention, mask):
         return mask, None
     return None, mask_of_documents(mask, attention.window)
 
 
 def _backend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Tensor, saved: AttentionSaved,
-    scaling: float, backend: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    logsumexp, seed, offset = saved
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Tensor, saved: AttentionSaved
+) -> tuple[Tensor, Tensor, Tensor]:
+    (*_, scaling, _, _), backend, logsumexp, seed, offset = saved
     positions, is_causal = q.shape[2], q.shape[2] > 1
     if backend == FLASH:
         return aten._scaled_dot_product_flash_attention_backward(

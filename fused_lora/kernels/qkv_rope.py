@@ -139,7 +139,7 @@ def _rotate_in_place(
     parts = heads + 2 * kv_heads
     by_head = qkv.view(batch, cos.shape[1], parts, qkv.shape[1] // parts)
     q = by_head.transpose(1, 2)[:, : heads + kv_heads]
-    _rotate(q, None, None, cos, sin, qkv, interleaved, backward, in_place=True)
+    _rotate((q, None, None), cos, sin, qkv, interleaved, backward, in_place=True)
 
 
 def rope_together(
@@ -191,19 +191,20 @@ def _rotate_together(
 ) -> None:
     heads, positions = parts[0].shape[1:3]
     batch_of(name, qkv, cos, sin, heads, parts[1].shape[1], positions)
-    _rotate(*parts, cos, sin, qkv, interleaved, backward)
+    _rotate(parts, cos, sin, qkv, interleaved, backward)
 
 
 def _rotate(
-    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    parts: tuple[Tensor, Tensor | None, Tensor | None], cos: Tensor | None, sin: Tensor | None,
     qkv: Tensor, interleaved: bool, backward: bool, in_place: bool = False,
 ) -> None:  # fmt: skip
     """Write q, rotated, or with k and v all three, q and k rotated, side by side into qkv."""
+    q, k, _ = parts
     batch, heads, positions, head_dim = q.shape
     kv_heads, rotated = 0 if k is None else k.shape[1], rotated_features(cos, head_dim)
     if batch * positions == 0:
         return  # an empty grid cannot be launched
-    given = [None if t is None else _features_together(t) for t in (q, k, v)]
+    given = [None if t is None else _features_together(t) for t in parts]
     strides = [(0,) * 4 if t is None else t.stride() for t in given]
     cos, sin, cos_batch_stride = angles_of(cos, sin)
     block_heads, block_dim = next_power_of_2(heads), next_power_of_2(head_dim)

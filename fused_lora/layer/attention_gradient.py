@@ -24,9 +24,8 @@ def attention_gradient(grad: Tensor, saved: Saved, grad_qkv: Tensor) -> None:
         grad = gate_backward(grad, attended_output, saved.raw, head_dim, grad_qkv)
         target = torch.empty_like(saved.qkv)
     attention_backward(
-        grad, saved.qkv, saved.cos, saved.sin, saved.mask, attended_output, attended.saved,
-        attended.attention, target,
-    )  # fmt: skip
+        grad, saved.qkv, saved.cos, saved.sin, saved.mask, attended_output, attended.saved, target
+    )
     scale_q(target, frozen.q_scale, attended_output.shape[1])
     if saved.raw is not None:
         assert frozen.head_norms is not None

@@ -37,6 +37,7 @@ from ..kernels.residual import extend_rows
 from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
 from ..kernels.swiglu_products_forward import swiglu_forward_product
+from ..rerun import WITHOUT_TENSORS
 from .residual import Norm, apply_norm, norm_backward
 from .shards import Shard
 
@@ -313,3 +314,6 @@ class WeightGroup(NamedTuple):
                 # bf16 sums in fp32, and is rounded to the dtype that is asked for
                 dtype = torch.promote_types(grad.dtype, grad_bias.dtype)
                 grad_bias.copy_(grad.sum(0, dtype=dtype))
+
+
+WITHOUT_TENSORS.add(WeightGroup)  # `FrozenLayer.for_backward` leaves none

@@ -80,11 +80,11 @@ import torch
 from fused_mlp.utils import refuse_second_derivative, without_autocast
 
 from ..kernels.rows import as_rows, empty_rows
-from ..rerun import has_kept
+from ..rerun import has_kept, once_as_record, restore, store
 from .adapter_sums import AdapterSums
 from .attention_gradient import attention_gradient
 from .forward import add_attention, add_mlp, norm_and_rotate
-from .gradients import LayerBackward
+from .gradients import LayerBackward, LayerInput
 from .operands import (
     Adapters,
     Trained,
@@ -93,7 +93,7 @@ from .operands import (
     kinds_of,
     new_gradients,
 )
-from .saved import Saved, once_as_record, restore, store
+from .saved import Saved
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -131,8 +131,7 @@ class DecoderLayer(torch.autograd.Function):
             fp16 or fp32. They are copied into the borders, in the buffers' dtype and scaled.
         others: the fields of Others, which replace frozen's: norms in hidden's dtype, biases in
             any. Biases are summed in fp32, and so are their gradients and those of norms.
-        frozen: the buffers, norms in hidden's dtype, and the tokens whose output is needed. For
-            the other tokens the layer computes only norm, q, k, v and attention.
+        frozen: the buffers, and norms in hidden's dtype.
 
     Returns:
         [batch, positions, hidden], new, in hidden's dtype. Everything between matmuls is fp32 and
@@ -140,12 +139,11 @@ class DecoderLayer(torch.autograd.Function):
         requires one. The gradients of A and B are summed in fp32, and contiguous. hidden's
         gradient is not contiguous: its rows are padded.
 
-    Saved for backward: hidden, cos, sin, mask, the rows that are needed, all norms, the adapters
-    and what the file's docstring lists, from t on only for those rows. The buffers are kept beside
-    them: where another forward has filled the borders since, backward fills them again. No input,
-    no incoming gradient and no saved tensor is written, so a second backward through a retained
-    graph is right. Deterministic if attention's backward is, as `causal_attention_backward.py` is.
-    Not twice differentiable.
+    Saved for backward: hidden, cos, sin, mask, all norms, the adapters and what the file's
+    docstring lists. The buffers are kept beside them: where another forward has filled the borders
+    since, backward fills them again. No input, no incoming gradient and no saved tensor is written,
+    so a second backward through a retained graph is right. Deterministic if attention's backward
+    is, as `causal_attention_backward.py` is. Not twice differentiable.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or there is dropout and no seed.
@@ -165,8 +163,7 @@ class DecoderLayer(torch.autograd.Function):
         dropouts = draw_dropouts(frozen, x.shape[0])
 
         # the norm also writes the copy of x that o adds to; a recompute may have kept the sum
-        adds_to_copy = frozen.norm_after_attention is None and frozen.needed_tokens is None
-        adds_to_copy &= o.buffer.accumulates(dropouts.o)
+        adds_to_copy = frozen.norm_after_attention is None and o.buffer.accumulates(dropouts.o)
         copy = torch.empty_like(x) if adds_to_copy and not has_kept() else None
         qkv, n, input_rstd = qkv_weights.buffer.project_norm(
             x, frozen.norm_before_attention, qkv_weights.base_bias, dropouts.qkv, copy
@@ -200,16 +197,16 @@ class DecoderLayer(torch.autograd.Function):
         with without_autocast(x):
             layer = LayerBackward(frozen, saved.dropouts, grads, AdapterSums())
             grad_attended, grad_residual, after_attention = layer.to_o(
-                grad_output, len(x), saved.attended.added, saved.mlp, adapters.after_attention,
+                grad_output, saved.attended.added, saved.mlp, adapters.after_attention,
                 need.after_attention,
             )  # fmt: skip
             grad_qkv = empty_rows(frozen.qkv.A, len(x), frozen.qkv.grad_columns)
             attention_gradient(grad_attended, saved, grad_qkv[:, : frozen.qkv.out])
             del grad_attended
+            entry = LayerInput(x, saved.n, saved.input_rstd)
             grad_x, (q, k, v) = layer.to_input(
-                grad_qkv, grad_residual, x, saved.n, saved.input_rstd, adapters.qkv, need.qkv,
-                need_hidden,
-            )  # fmt: skip
+                grad_qkv, grad_residual, entry, adapters.qkv, need.qkv, need_hidden
+            )
             layer.sums.compute()
         if grad_x is not None:
             grad_x = grad_x.view(saved.hidden.shape)

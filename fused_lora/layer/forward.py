@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..kernels.causal_attention import Attention
 from ..kernels.output_gate import gate_forward, split_gated_heads
-from ..kernels.qkv_attention import Attention, attention_forward
+from ..kernels.qkv_attention import attention_forward
 from ..kernels.qkv_norm_rope import norm_rope_together
 from ..kernels.qkv_rope import rope_forward, scale_q, split_heads
 from ..kernels.residual import add_normed
@@ -12,7 +13,7 @@ from ..kernels.rows import empty_rows
 from ..rerun import keeps_elsewhere, once
 from .buffer import Dropout
 from .operands import Dropouts, FrozenLayer
-from .residual import Norm, Normed, needed_rows
+from .residual import Norm, Normed
 from .saved import Added, Attended, SavedMLP
 
 
@@ -53,12 +54,12 @@ def add_attention(
     before_gate = None
     if frozen.has_gate:
         assert raw is not None
-        before_gate, saved, attention = attention_forward(qkv, mask, attention)
+        before_gate, saved = attention_forward(qkv, mask, attention)
         attended = gate_forward(before_gate, raw, before_gate.shape[1] // frozen.heads, out)
     else:
-        attended, saved, attention = attention_forward(qkv, mask, attention, out)
+        attended, saved = attention_forward(qkv, mask, attention, out)
     added = add_o(x, attended, extended, copy, frozen, dropout)
-    return Attended(added, saved, attention, before_gate)
+    return Attended(added, saved, before_gate)
 
 
 def rows_for_o(
@@ -67,7 +68,7 @@ def rows_for_o(
     """Return memory for [x | z], which o's matmul reads, and its first columns if x may be computed
     there; None for what is not needed."""
     o = frozen.o
-    if frozen.needed_tokens is not None or not o.buffer.accumulates(dropout):
+    if not o.buffer.accumulates(dropout):
         return None, None
     extended = empty_rows(like, tokens, o.x_columns)
     return extended, None if keeps_elsewhere() else extended[:, : o.in_features]
@@ -79,23 +80,19 @@ def add_o(
 ) -> Added:  # fmt: skip
     """Project o_input by o and add to the residual x, or into its copy. extended: as `Buffer` has
     it."""
-    o, needed = frozen.o, frozen.needed_tokens
-    residual, read = needed_rows(x, needed), needed_rows(o_input, needed)
-    total = copy
-    if total is None:
-        total = residual if needed is not None else torch.empty_like(x)
+    o, total = frozen.o, torch.empty_like(x) if copy is None else copy
 
     def add(residual: Tensor, total: Tensor) -> Tensor:
         return o.buffer.add_projected(
-            read, extended, residual, total, o.base_bias, frozen.multiplier, dropout
+            o_input, extended, residual, total, o.base_bias, frozen.multiplier, dropout
         )
 
     if frozen.norm_after_attention is None:
-        z, normed = add(residual, total), None
+        z, normed = add(x, total), None
     else:
-        projected = torch.zeros_like(residual)
+        projected = torch.zeros_like(x)
         z = add(projected, projected)
-        normed = _add_normed(residual, projected, frozen.norm_after_attention, total)
+        normed = _add_normed(x, projected, frozen.norm_after_attention, total)
     return Added(o_input, total, z, normed)
 
 
@@ -104,28 +101,20 @@ def add_mlp(
 ) -> tuple[Tensor, SavedMLP]:
     """Return the layer's output, like its input hidden: total plus the MLP of its norm."""
     gate_up_weights, down = frozen.gate_up, frozen.down
-    # from total on, there are the needed rows alone
-    output, sums = _new_output(hidden, total, frozen)
+    sums = None
+    if frozen.output_needed:
+        # not a view itself, or autograd would forbid to change it in place
+        output = hidden.new_empty(hidden.shape)
+        sums = output.view(total.shape)
+    else:
+        output = hidden.new_zeros(1).expand(hidden.shape)
     adds_to_sums = frozen.norm_after_mlp is None and down.buffer.accumulates(dropouts.down)
     gate_up, m, rstd = gate_up_weights.buffer.project_norm(
         total, frozen.norm_before_mlp, gate_up_weights.base_bias, dropouts.gate_up,
         sums if adds_to_sums else None,
     )  # fmt: skip
     z_down, normed = _add_activated(gate_up, total, sums, frozen, dropouts.down)
-    if frozen.needed_tokens is not None and sums is not None:
-        output.view(-1, output.shape[-1]).index_copy_(0, frozen.needed_tokens, sums)
     return output, SavedMLP(m, rstd, gate_up, z_down, normed)
-
-
-def _new_output(hidden: Tensor, total: Tensor, frozen: FrozenLayer) -> tuple[Tensor, Tensor | None]:
-    """Return the output, and the rows of it to write, None for none."""
-    if not frozen.output_needed:
-        return hidden.new_zeros(1).expand(hidden.shape), None
-    if frozen.needed_tokens is None:
-        # not a view itself, or autograd would forbid to change it in place
-        output = hidden.new_empty(hidden.shape)
-        return output, output.view(total.shape)
-    return hidden.new_zeros(hidden.shape), torch.empty_like(total)
 
 
 def _add_activated(

@@ -15,8 +15,17 @@ from .adapter_sums import AdapterSums, new_swiglu_gradients
 from .buffer import Incoming, ProductInput
 from .filling import Adapter
 from .operands import AdaptersAfterAttention, Dropouts, FrozenLayer, Others
-from .residual import addend_gradient, needed_rows, norm_backward, spread_rows
+from .residual import addend_gradient, norm_backward
 from .saved import Added, SavedMLP
+
+
+class LayerInput(NamedTuple):
+    """The input of a layer, and its norm."""
+
+    x: Tensor  # [T, hidden]
+    n: ProductInput  # its norm, which q, k and v read
+    rstd: Tensor | None  # of the norm
+    mask: Tensor | None = None  # [T, 1], which has multiplied x in front of the norm alone
 
 
 class LayerBackward(NamedTuple):
@@ -31,22 +40,22 @@ class LayerBackward(NamedTuple):
     sums: AdapterSums
 
     def to_o(
-        self, grad_output: Tensor, tokens: int, added: Added, mlp: SavedMLP,
-        adapters: AdaptersAfterAttention, need: AdaptersAfterAttention,
+        self, grad_output: Tensor, added: Added, mlp: SavedMLP, adapters: AdaptersAfterAttention,
+        need: AdaptersAfterAttention,
     ) -> tuple[Tensor, Tensor, AdaptersAfterAttention]:  # fmt: skip
-        """Return the gradients of what o reads, of the residual, [tokens, ...] each, and of the
+        """Return the gradients of what o reads, of the residual, [T, ...] each, and of the
         adapters from o on. Names are those of `decoder_layer.py`."""
         frozen, dropouts, grads, sums = self
-        o, gate_up, down, needed = frozen.o, frozen.gate_up, frozen.down, frozen.needed_tokens
+        o, gate_up, down = frozen.o, frozen.gate_up, frozen.down
         total, like = added.total, o.A
         # output = total + down(activation(gate) up)
         g = frozen.filling.handover.take(grad_output, down.grad_columns)
-        if g is None or needed is not None:
+        if g is None:
             g = empty_rows(like, len(total), down.grad_columns)
-            g[:, : total.shape[1]].copy_(needed_rows(as_rows(grad_output), needed))
+            g[:, : total.shape[1]].copy_(as_rows(grad_output))
         grad_sum = g[:, : total.shape[1]]  # of the residual addition, in the residual's dtype
         if total.dtype != like.dtype:
-            grad_sum = needed_rows(as_rows(grad_output), needed)
+            grad_sum = as_rows(grad_output)
         grad_down = g
         if not frozen.mlp_adds_directly:
             grad_down = addend_gradient(
@@ -95,28 +104,23 @@ class LayerBackward(NamedTuple):
         o.sum_biases(grad_o, (grads.o_bias,))
         da, pa = o.buffer.gradient(incoming, None, dropouts.o)
         (o_B,) = sums.add_B(o, (adapters.o,), (need.o,), grad_o, added.z)
-        read = needed_rows(added.x, needed)
-        (o_A,) = sums.add_A(o, (adapters.o,), (need.o,), read, pa, dropouts.o)
+        (o_A,) = sums.add_A(o, (adapters.o,), (need.o,), added.x, pa, dropouts.o)
         del grad_o, incoming
-        if needed is not None:
-            sums.compute()  # these run over the needed tokens, the later ones over all
-            da, dt = spread_rows(da, needed, tokens), spread_rows(dt, needed, tokens)
         return da, dt, AdaptersAfterAttention(
             Adapter(o_A, o_B), Adapter(gate_A, with_swiglu.gate_B),
             Adapter(up_A, with_swiglu.up_B), Adapter(with_swiglu.down_A, down_B),
         )  # fmt: skip
 
     def to_input(
-        self, grad_qkv: Tensor, grad_residual: Tensor, x: Tensor, n: ProductInput,
-        rstd: Tensor | None, adapters: Sequence[Adapter], need: Sequence[Adapter], need_x: bool,
-        mask: Tensor | None = None,
+        self, grad_qkv: Tensor, grad_residual: Tensor, entry: LayerInput,
+        adapters: Sequence[Adapter], need: Sequence[Adapter], need_x: bool,
     ) -> tuple[Tensor | None, list[Adapter]]:  # fmt: skip
         """Return the gradient of x [T, hidden], None if nothing needs it, and those of adapters.
 
-        grad_qkv: [T, out + width]. mask: [T, 1], which has multiplied x in front of the norm alone.
+        grad_qkv: [T, out + width].
         """
         frozen, dropouts, grads, sums = self
-        qkv = frozen.qkv
+        qkv, (x, n, rstd, mask) = frozen.qkv, entry
         qkv.sum_biases(grad_qkv, grads.qkv_biases)
         pn = grad_x = None
         if need_x or grads.norm_before_attention is not None:

@@ -30,11 +30,12 @@ from torch import Tensor
 from fused_mlp.utils import refuse_second_derivative, without_autocast
 
 from ..kernels.rows import as_rows, empty_rows
+from ..rerun import once_as_record, restore, store
 from .adapter_sums import AdapterSums
 from .buffer import ProductInput
 from .filling import Adapter, adapters_of
 from .forward import add_mlp, add_o, rows_for_o
-from .gradients import LayerBackward
+from .gradients import LayerBackward, LayerInput
 from .operands import (
     AdaptersAfterAttention,
     Dropouts,
@@ -44,7 +45,7 @@ from .operands import (
     check_layer_input,
     draw_dropouts,
 )
-from .saved import Added, SavedMLP, once_as_record, restore, store
+from .saved import Added, SavedMLP
 
 BEFORE, AFTER = "BeforeMixer", "AfterMixer"
 NO_OTHERS = Others()  # trains: neither norms nor biases
@@ -157,11 +158,11 @@ class BeforeMixer(torch.autograd.Function):
             grad = empty_rows(group.A, len(saved.projected), group.grad_columns)
             parts, grad_parts = (_parts(frozen, one, hidden) for one in (saved.projected, grad))
             saved.ends.enter_backward(grads, parts, grad_parts)
-            x = _masked_rows(hidden, saved.mask)
+            entry = LayerInput(_masked_rows(hidden, saved.mask), saved.n, saved.rstd, saved.mask)
             layer = LayerBackward(frozen, saved.dropouts, NO_OTHERS, AdapterSums())
             grad_x, adapters = layer.to_input(
-                grad, as_rows(grad_residual), x, saved.n, saved.rstd, saved.adapters,
-                adapters_of(needed), need_hidden, saved.mask,
+                grad, as_rows(grad_residual), entry, saved.adapters, adapters_of(needed),
+                need_hidden,
             )  # fmt: skip
             layer.sums.compute()
         if grad_x is not None:
@@ -220,11 +221,10 @@ class AfterMixer(torch.autograd.Function):
         frozen, found, gate = saved.frozen, saved.found, saved.gate
         need = AdaptersAfterAttention(*adapters_of(needed))
         frozen.filling.refill(frozen.groups[1:], saved.adapters)
-        batch, positions = gate.shape[:2]
         with without_autocast(found):
             layer = LayerBackward(frozen, saved.dropouts, NO_OTHERS, AdapterSums())
             grad_y, grad_residual, adapters = layer.to_o(
-                grad_output, batch * positions, saved.added, saved.mlp, saved.adapters, need
+                grad_output, saved.added, saved.mlp, saved.adapters, need
             )
             layer.sums.compute()
             grad_found, grad_gate = saved.ends.leave_backward(grad_y, found, gate, saved.kept)

@@ -143,9 +143,6 @@ class FrozenLayer(NamedTuple):
     # [batch or 1, positions] in fp32, multiplies q after RoPE; None: 1
     q_scale: Tensor | None = None
     window: int | None = None  # tokens of its document that each sees, itself the last; None: all
-    # [n], of batch * positions: the only tokens whose output is needed, each once; that of others
-    # is 0, and their gradient is not read. None: all
-    needed_tokens: Tensor | None = None
     # False while checkpointing runs a layer again only for what it saves: no output is computed
     output_needed: bool = True
 
@@ -240,7 +237,7 @@ class Dropouts(NamedTuple):
 def draw_dropouts(
     frozen: FrozenLayer, tokens: int, wanted: Sequence[WeightGroup] | None = None
 ) -> Dropouts:
-    """Draw the masks of the projections' inputs; from o on those of needed tokens alone.
+    """Draw the masks of the projections' inputs.
 
     wanted: the groups to draw for, None for all. Their masks are the same, whichever these are.
     """
@@ -251,10 +248,8 @@ def draw_dropouts(
         dropout if wanted is None or any(group is one for one in wanted) else 0.0
         for dropout, group in zip(frozen.dropout_rates, groups, strict=True)
     ]
-    needed = tokens if frozen.needed_tokens is None else len(frozen.needed_tokens)
-    rows = [tokens if group is frozen.qkv else needed for group in groups]
     columns = [group.in_features for group in groups]
-    masks = draw_masks(NAME, frozen.seed, dropouts, rows, columns)
+    masks = draw_masks(NAME, frozen.seed, dropouts, [tokens] * len(groups), columns)
     if masks is None:
         return Dropouts()
     left = iter(masks)

@@ -1,4 +1,4 @@
-"""A layer's residual: its norms, their gradients, and the rows whose output is needed."""
+"""A layer's residual: its norms and their gradients."""
 
 from typing import NamedTuple
 
@@ -68,13 +68,3 @@ def addend_gradient(
     if multiplier != 1.0:
         grad.mul_(multiplier)
     return wide
-
-
-def needed_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    """Return these rows of tensor; all of them without rows."""
-    return tensor if rows is None else tensor.index_select(0, rows)
-
-
-def spread_rows(needed: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Put `needed_rows` back where they were among `count` rows, and 0 elsewhere."""
-    return needed.new_zeros(count, needed.shape[1]).index_copy_(0, rows, needed)

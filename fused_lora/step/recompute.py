@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..layer.saved import split
-from ..rerun import Keep, runs
+from ..rerun import Keep, runs, split
 from .settings import ModuleSettings
 
 

@@ -86,12 +86,6 @@ def cast_by(name):
     return cast
 
 
-def compiled(model):
-    """Uncompiled all the same: weights in FP8 cannot be traced."""
-    layer_of(model).compile(backend="aot_eager", dynamic=False)
-    return model
-
-
 LIVES = {
     "deep copy": copy.deepcopy,
     "pickled": pickled,
@@ -104,7 +98,6 @@ LIVES = {
     "merged, unmerged": merged_and_taken_out,
     "merged safely, unmerged": merged_safely_and_taken_out,
     "fused once more": fused_again,
-    "compiled": compiled,
 }
 
 

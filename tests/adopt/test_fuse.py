@@ -35,6 +35,7 @@ from torch import nn
 
 from fused_lora import Fusion, FusionReport, fuse, report, unfuse
 from fused_lora.adopt.report import ABLE_NOW, NO_ADAPTERS
+from fused_lora.adopt.switches import SWITCHES
 
 # The model's options, and whether it runs under autocast.
 DTYPES = {
@@ -138,17 +139,11 @@ def test_each_module_of_the_report_runs_once(device):
     """The benchmark takes this as proof that a part ran. (test_families.py says which modules.)"""
     fused, _, done = pair(device, Fusion(**ALL))
     seen = functions_of(fused(**batch(fused)).loss)
-    expected = {
-        "mlp": ("LoRA_MLP",),
-        "attention": ("LoRA_QKV", "LoRA_W"),
-        "rope": ("RoPE",),
-        "rms_norm": ("RMSNorm", "AddRMSNorm"),
-        "cross_entropy": ("LinearCrossEntropy",),
-    }
-    for part, names in expected.items():
-        ran = sum(seen.get(name, 0) for name in names)
-        # we train nothing before the first norm, so it has no backward
-        assert ran == len(done.fused[part]) - (part == "rms_norm"), part
+    assert all(done.fused[part] for part in BOOLEAN_PARTS)
+    for part, names in done.fused.items():
+        evidence = SWITCHES[part].evidence
+        ran = sum(count * seen.get(name, 0) for name, count in evidence.functions.items())
+        assert ran == len(names) - evidence.without_backward, part
 
 
 def test_parts_join_those_that_are_there(device):

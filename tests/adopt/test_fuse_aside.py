@@ -18,7 +18,6 @@ from cases.peft_models import (
 )
 from cases.reasons import readapt
 from cases.reference import assert_near
-from torch import nn
 
 import fused_lora.adopt.site
 from fused_lora import Fusion, fuse, report, unfuse
@@ -150,13 +149,6 @@ WAYS = {  # to be warned: what is fused, and what is done to the model before it
     "a layer": (LAYER, lambda model: layers(model)[0].mlp.register_forward_hook(print)),
     "the loss": (
         Fusion(cross_entropy=True), lambda model: setattr(model.config, "use_cache", True)
-    ),
-    "a compiled part": (
-        MLP_ON,
-        lambda model: (
-            layers(model)[0].mlp.up_proj.lora_dropout.update({"default": nn.Dropout(1.0)}),
-            layers(model)[0].mlp.compile(backend="eager"),
-        ),
     ),
 }  # fmt: skip
 

@@ -12,8 +12,6 @@ from cases.graph_case import captured, steps
 from cases.layer_case import (
     LAYER,
     assert_layer_right,
-    layer_of,
-    operands_of_calls,
     pair,
     peft_model,
 )
@@ -37,20 +35,17 @@ OF_JOINED_PARTS = OF_PARTS | {"qkv_proj": 0, "gate_up_proj": 0}
 
 
 class Masked(nn.Module):
-    """A stand-in for PEFT's nn.Dropout. rows: the tokens to compute, None for all."""
+    """A stand-in for PEFT's nn.Dropout."""
 
     def __init__(self, p, stream):
         super().__init__()
         self.p, self.stream = p, stream
-        self.rows = None
 
     def forward(self, x):
         if not self.training:
             return x
         rows = x.flatten(0, -2)
-        index = torch.arange(len(rows), device=x.device) if self.rows is None else self.rows
-        kept = masked(rows[index], self.p, SEED.to(x.device), self.stream)
-        return torch.zeros_like(rows).index_copy(0, index, kept).view(x.shape)
+        return masked(rows, self.p, SEED.to(x.device), self.stream).view(x.shape)
 
 
 def draw_one_seed(monkeypatch):
@@ -162,21 +157,6 @@ def test_a_layer_is_within_the_error_budget(options, device, monkeypatch):
     assert not done.left
     dtype = options.get("dtype", torch.float32)
     assert_layer_right(fused, follow(plain, OF_LAYER), (2, 17), dtype)
-
-
-@pytest.mark.slow
-def test_a_layer_that_computes_labelled_tokens_alone_drops_of_those(device, monkeypatch):
-    draw_one_seed(monkeypatch)
-    calls = operands_of_calls(monkeypatch)
-    fusion = Fusion(layer=True, cross_entropy=True)
-    fused, plain = model_with(fusion, device), follow(model_with(None, device), OF_LAYER)
-    got = step(fused)
-    rows = calls[-1][-1].needed_tokens
-    assert calls[0][-1].needed_tokens is None and 0 < len(rows) < 34
-    for module in layer_of(plain, 1).modules():
-        if isinstance(module, Masked) and module.stream >= OF_LAYER["o_proj"]:
-            module.rows = rows
-    assert_close(got, step(plain), 1e-4)
 
 
 # --- which masks, and when ------------------------------------------------------------------------

@@ -243,9 +243,7 @@ def test_a_gpu_without_fp8_is_refused_by_name(monkeypatch):
     class Weight:
         shape, is_cuda, dtype, device = (64, 64), True, torch.bfloat16, "cuda:0"
 
-    layer = type("Layer", (), {"weight": Weight})
-    monkeypatch.setattr(border_module, "base_layers", lambda _: [layer])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     reason = "NVIDIA A100-SXM4-80GB has no FP8 matmul (sm_89 and newer have): leave fp8 out"
-    assert border_module.Fp8Border.why_not(None) == reason
+    assert border_module.Fp8Border.why_not([Weight], Weight) == reason

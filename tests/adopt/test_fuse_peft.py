@@ -7,11 +7,9 @@ import sys
 import pytest
 import torch
 from cases import layer_case
-from cases.four_bit_case import quantised
 from cases.fused_case import (
     SHORT,
     assert_close,
-    assert_right,
     assert_same,
     batch,
     functions_of,
@@ -28,10 +26,10 @@ from cases.peft_models import (
     logits,
     set_weights,
 )
-from cases.reference import assert_near, assert_within_budget
+from cases.reference import assert_near
 from peft import LoraConfig
 
-from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora import Fusion, report, unfuse
 
 FUSIONS = {  # and what a step of two layers runs of it
     "mlp": (MLP_ON, {"LoRA_MLP": 2}),
@@ -148,78 +146,15 @@ print([key for key in before.keys() | after.keys() if before.get(key) != after.g
 # --- on the GPU -----------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("fp32_adapters", [False, True])
-def test_fused_layers_under_torch_compile_are_within_the_error_budget(fp32_adapters, device):
-    options = {"dtype": torch.bfloat16, "autocast_adapter_dtype": fp32_adapters}
-    fused, plain, _ = pair(device, MLP_ON, **options)
-    for layer in layers(fused):
-        layer.compile()
-    assert_right(fused, plain, autocast=fp32_adapters)
-    found = []
-    for model in (fused, plain, copy.deepcopy(plain).double()):
-        is_exact = model.dtype == torch.float64
-        with torch.autocast(device, torch.bfloat16, enabled=fp32_adapters and not is_exact):
-            found.append(logits(model))
-    assert_within_budget("logits", *found)
-
-
-PARTS = "_swiglu_forward", "_swiglu_backward", "_rope", "_rms_norm_backward"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("fusion", "options", "kernels"),
-    [
-        (Fusion(mlp=True, rope=True, rms_norm=True), {}, PARTS),
-        (layer_case.LAYER, {"change": quantised}, ["_dequantize_4bit"]),
-        (Fusion(mlp=True, attention=True), {"change": quantised}, ["_dequantize_4bit", PARTS[0]]),
-    ],
-    ids=["parts", "4 bits", "parts, 4 bits"],
-)
-def test_compiled_layers_still_run_fused(fusion, options, kernels, device):
-    """What torch.compile cannot follow might fall back to PEFT's own path, which is right too."""
-    from torch.profiler import ProfilerActivity, profile
-
-    fused = layer_case.peft_model(device, dtype=torch.bfloat16, **options)
-    fuse(fused, fusion)
-    for layer in layers(fused):
-        layer.compile(dynamic=False)
-    step(fused, autocast=True)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step(fused, autocast=True)
-    names = {event.name for event in profiler.events()}
-    for kernel in kernels:
-        assert any(kernel in name for name in names), (kernel, names)
-
-
-UNTRACED = {"LoRA_MLP": 2, "LoRA_QKV": 2, "LoRA_W": 2}
-COMPILED = {  # and what they run between compiled code
-    # of plain parts attention alone, because the interpreter cannot be compiled
-    "part": (Fusion(attention=True), {}, {}),
-    "layer": (Fusion(layer=True), {}, {"DecoderLayer": 2}),
-    "parts, 4 bits": (Fusion(mlp=True, attention=True), {"change": quantised}, UNTRACED),
-    "parts, dropout": (Fusion(mlp=True, attention=True), {"lora_dropout": 0.3}, UNTRACED),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("fusion", "options", "functions"), COMPILED.values(), ids=COMPILED)
-def test_compiled_layers_share_their_code_and_run_fused(fusion, options, functions, device):
-    """Each compiled by itself would reach dynamo's limit, and the rest would run uncompiled."""
-    fused, _, _ = layer_case.pair(device, fusion, **options)
-    fused.enable_input_require_grads()  # to the first layer nothing is another than to the second
+@pytest.mark.parametrize("fusion", [Fusion(mlp=True, attention=True), Fusion(layer=True)], ids=str)
+def test_compiled_layers_run_fused(fusion, device):
+    fused, plain, _ = layer_case.pair(device, fusion, lora_dropout=0.3)
     torch.manual_seed(0)  # of dropout
     want = step(fused)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     for layer in layers(fused):
         layer.compile(backend="aot_eager", dynamic=False)
-    versions = max(len(functions), 1)  # of the code that all our forwards share
-    with torch._dynamo.config.patch(recompile_limit=versions, fail_on_recompile_limit_hit=True):
-        torch.manual_seed(0)
-        got = step(fused)
-    assert_close(got, want, 1e-4)
-    frames = torch._dynamo.utils.counters["frames"]
-    assert frames["ok"] == frames["total"] > 0
-    assert got.functions == functions
+    torch.manual_seed(0)
+    got = step(fused)
+    assert_close(got, want, 1e-6)
+    assert got.functions == want.functions != step(plain).functions

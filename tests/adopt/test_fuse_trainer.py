@@ -17,7 +17,6 @@ from cases.reference import seeded
 from peft import LoraConfig, inject_adapter_in_model
 from test_recipes import assert_alike, train
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
-from triton.runtime.interpreter import InterpretedFunction
 
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.foreign.checkpointing import policy_of
@@ -90,21 +89,11 @@ def train_on(data, model, folder, from_checkpoint=None, **options):
         return train(trainer)
 
 
-@pytest.fixture
-def untraced(device, monkeypatch):
-    """Keep torch.compile away from kernels in the interpreter, which it cannot trace."""
-    if device == "cpu":
-        run = torch.compiler.disable(InterpretedFunction.run)
-        monkeypatch.setattr(InterpretedFunction, "run", run)
-
-
 # A layer that steps aside would warn.
 @pytest.mark.slow("flattened")
 @pytest.mark.filterwarnings("error:a fused ")
 @pytest.mark.parametrize("setting", TRIED)
-def test_a_trainer_trains_a_fused_model_as_plain_peft(
-    setting, tmp_path, device, untraced, monkeypatch
-):
+def test_a_trainer_trains_a_fused_model_as_plain_peft(setting, tmp_path, device, monkeypatch):
     sizes = ONE_LAYER | ({"head_dim": 32} if setting in PACKED else {})
     plain = layer_case.peft_model(device, config=sizes)
     fused, data = copy.deepcopy(plain), rows(plain)

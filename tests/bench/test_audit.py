@@ -12,11 +12,12 @@ from cases import example_results as example
 from batches import Batch
 from bench import audit, evidence
 from bench.audit import LOSS_STEPS, loss_gap
-from bench.evidence import Evidence
+from bench.evidence import Library
 from bench.profiler import Profile
 from bench.records import Floor
 from bench.runner import Runner
 from bench.stages import Stopwatch
+from fused_lora.adopt.site import Evidence
 from trainer import CudaClock, Timings, Trainer
 from variants import Lora, Recipe
 
@@ -117,15 +118,13 @@ ALL_SEVEN, DOWN, Q_AND_V = Lora(), Lora(targets=("down_proj",)), Lora(targets=("
 @pytest.fixture
 def made_up(monkeypatch):
     found = {
-        "mlp": Evidence(
-            {"MLPBackward": 1},
-            ("_forward_kernel", "_backward_kernel"),
-            nf4_kernels=("_unpack_kernel",),
-        ),
-        "qkv": Evidence({"QKVBackward": 1, "BothBackward": 2}, ()),
-        "library": Evidence({}, ("_theirs|_newer_kernel",), lora_mlp_kernels=("_mlp_of_theirs",)),
+        "mlp": Evidence({"MLP": 1}, ("_forward_kernel", "_backward_kernel"), ("_unpack_kernel",)),
+        "qkv": Evidence({"QKV": 1, "Both": 2}),
     }
-    monkeypatch.setattr(evidence, "EVIDENCE", found)
+    of_recipe = lambda recipe: {part: found[part] for part in recipe.fused}  # noqa: E731
+    monkeypatch.setattr(evidence, "evidence_of", of_recipe)
+    theirs = Library(("_theirs|_newer_kernel",), lora_mlp_kernels=("_mlp_of_theirs",))
+    monkeypatch.setitem(evidence.LIBRARIES, "library", theirs)
 
 
 def ran(functions, kernels=KERNELS, recipe=MLP, modules=MODULES, **how):
@@ -224,11 +223,18 @@ def test_a_step_faster_than_the_floor_of_its_own_precision_is_an_error(
         "fp32": 2000,
     }.items():
         run.keep_floors(precision, {512: Floor(ms, [ms])})
-    cell = example.timed_cell(variant, 512, 1, [step_ms] * 3)
-    runner = Runner(SimpleNamespace(), run, print, print, print, Stopwatch(run))
-    runner.keep(cell)
+    cell = example.timed_cell(variant, 512, 1, [step_ms, step_ms, 9e3])
+    Runner(SimpleNamespace(), run, lambda: None, print, print, Stopwatch(run)).keep(cell)
     assert (cell.status == "ok") is is_possible
     assert is_possible or f"{step_ms} ms, less than the {round(step_ms)}.0 ms" in cell.error
+
+
+def test_losses_that_leave_vanillas_fail_the_cell_that_is_kept():
+    run = example.empty()
+    run.add(example.timed_cell("vanilla_peft", 64, 1, [1e3] * 2, losses=[2.5, 2.4]))
+    cell = example.timed_cell("fused_mlp", 64, 2, [1e3] * 2, losses=[2.5, 2.5], loss_gap=None)
+    Runner(SimpleNamespace(), run, lambda: None, print, print, Stopwatch(run)).keep(cell)
+    assert (cell.status, run.cells[-1]) == ("parity_failed", cell)
 
 
 def test_a_floor_of_padding_is_no_floor_and_that_of_another_round_neither():

@@ -16,7 +16,6 @@ from batches import (
     TokenizedExample,
     load_tokenizer,
     make_batches,
-    passes_over,
     read_chats,
     token_shares,
     tokenize,
@@ -137,15 +136,6 @@ def test_packed_rows_hold_every_token_once_around_and_in_the_examples_order():
         assert labels[start : start + total] == list(chain(*(one.labels for one in again)))
         orders.append(order)
     assert orders[0] != orders[1] and orders[0] != list(range(7))  # shuffled, and anew
-
-
-HOW_OFTEN = [({}, 14, 2.0), ({"padded": True}, 3, 6 / 7), ({"documents": True}, 6, 2.0)]
-
-
-@pytest.mark.parametrize(("how", "count", "often"), HOW_OFTEN)
-def test_how_often_batches_go_through_the_chats(how, count, often):
-    size = (12, 4) if "documents" in how else (7, 2)
-    assert passes_over(TOKENIZED, *size, count, **how) == often
 
 
 # --- Padded rows ---------------------------------------------------------------------------------

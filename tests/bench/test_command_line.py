@@ -3,16 +3,20 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 from cases import example_results as example
-from cases.rehearsal_case import ROOT, small
+from cases.rehearsal_case import ROOT, plan_of, small
 
 import lora_bench
 from batches import sha256_of
 from bench import machine, option_checks, options, planning, published
 from bench import results as store
+from bench.experiment_records import Tokens
 from bench.weights import resolve
 from variants import EXPERIMENT_ON_NF4
 
@@ -151,6 +155,7 @@ def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_na
              setting.base)  # fmt: skip
     filled = options.fill_in(options.parse([*asked, "--steps", "5"], ""))
     assert filled.published == setting and (filled.steps, filled.rounds) == (5, 1)
+    assert (filled.batch_size, filled.accumulate) == (setting.batch_size, setting.accumulate)
     for option, value in setting.is_that().items():
         assert getattr(filled, option) == value
     options.fill_in(options.parse([*asked, "--rank", "16"], ""))  # as it is
@@ -184,7 +189,7 @@ TINY = json.loads((ROOT / "configs" / "tiny.json").read_text())
         (json.dumps(TINY | {"hidden_size": "wide"}), "its hidden_size is 'wide'"),
         (json.dumps(TINY | {"model_type": "abacus"}), "transformers does not take it ("),
         (json.dumps(TINY | {"vocab_size": 100}), "vocab_size is 100, its tokenizer has 4096"),
-        (json.dumps(TINY | {"pad_token_id": 32000}), "its pad_token_id 32000 is beyond its vocab"),
+        (json.dumps(TINY | {"pad_token_id": 4096}), "its pad_token_id 4096 is beyond its vocab_"),
         (json.dumps(TINY | {"num_attention_heads": 4, "num_key_value_heads": 3}),
          "4 attention heads are no multiple of 3 heads of k and v"),
         (json.dumps(TINY | {"head_dim": 15}), "its heads have 15 channels"),
@@ -254,7 +259,7 @@ def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
         ("no such folder", "--model", "nowhere/at/all"),
         ("nowhere.jsonl", "--data", "nowhere.jsonl"),
         ("cannot be written", "--cache", "/proc/x"),
-        (f"--seq-lens 3: {no_answer}; give 6 or more\n", *late),
+        (f"--seq-lens 3: {no_answer}; give more, or other --data\n", *late),
     ):
         assert words in bad(capsys, out, *arguments)
     out.mkdir()
@@ -374,3 +379,19 @@ def test_help_names_every_option_with_its_default_and_every_variant(capsys):
 def test_the_command_is_recorded_without_the_folders_it_wrote_to():
     argv = ["/some/where/lora_bench.py", "--out", "/my/own", "--seq-lens", "64", "--cache=/mine"]
     assert planning.recorded(argv) == ["lora_bench.py", "--seq-lens", "64"]
+
+
+def test_a_command_becomes_its_plan_and_is_recorded_as_planned(tmp_path):
+    plan = plan_of(tmp_path, "--rank", "8", "--steps", "6", "--rounds", "2", "--accumulate", "3",
+                   "--seq-lens", "32", "16", "--checkpointing", "off", "--seed", "4")  # fmt: skip
+    assert (plan.steps, plan.rounds, plan.seq_lens) == (3, 2, (16, 32))
+    assert (plan.lora.rank, plan.lora.alpha, plan.lora.targets) == (8, 16, options.TARGETS)
+    (batch,), (other,) = (one.batches(16, 2, 1) for one in (plan, replace(plan, seed=5)))
+    assert not torch.equal(batch.input_ids, other.input_ids)
+    found = planning.planned_experiment(plan)
+    assert (found.steps, found.rounds, found.seq_lens, found.accumulate) == (6, 2, [16, 32], 3)
+    assert (found.checkpointing, found.seed, found.lora) == ("off", 4, plan.lora)
+    assert found.data_sha256 == sha256_of(plan.data)
+    assert found.tokens_a_step(16) == 3 * 4 * 16
+    half = msgspec.structs.replace(found, gpus=2, tokens={16: Tokens(padding=0.25, labelled=0.5)})
+    assert half.tokens_a_step(16) == 2 * 3 * 4 * 16 * 0.75

@@ -7,7 +7,7 @@ import pkgutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,15 +19,17 @@ import fused_mlp
 import models
 from batches import Batch
 from bench import cells, evidence
-from bench.evidence import EVIDENCE
+from bench.evidence import LIBRARIES, functions_of
 from bench.parity import gradients_of
 from bench.profiler import profile_step
 from bench.weights import materialize, resolve
+from fused_lora.adopt.switches import BORDERS, SWITCHES, switches_for
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 from models import build
 from variants import SUITES, TARGETS, VARIANTS, Lora, Settings, counterpart, recipe_of
 
 FUSED = [v for v in VARIANTS.values() if v.recipe.fused and not v.recipe.compiled]
+EXACT = {"dynamic": False}
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny.json"
 
 
@@ -52,12 +54,15 @@ def vanilla(checkpoint, device):
     return make("vanilla_peft", checkpoint, device)
 
 
-def test_a_compiled_model_starts_with_an_empty_cache(checkpoint, device, monkeypatch):
-    resets = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(True))
-    for variant, count in (("vanilla_peft", 0), ("compiled_peft", 1)):
+def test_a_compiled_model_starts_with_an_empty_cache_and_exact_shapes(
+    checkpoint, device, monkeypatch
+):
+    done = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: done.append(how))
+    for variant, wanted in (("vanilla_peft", []), ("compiled_peft", ["reset"] + [EXACT] * 2)):
         make(variant, checkpoint, device)
-        assert len(resets) == count
+        assert done == wanted
 
 
 @pytest.mark.parametrize("told", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -77,7 +82,9 @@ def test_vanilla_is_peft_as_it_ships(told, checkpoint, device, monkeypatch):
     frozen = [p for p in built.model.parameters() if not p.requires_grad]
     assert all(p.dtype == torch.bfloat16 for p in frozen)
     assert built.model.training
-    assert built.model.base_model.model.model.layers[0].gradient_checkpointing
+    layer = built.model.base_model.model.model.layers[0]
+    assert layer.gradient_checkpointing and layer.mlp.up_proj.scaling == {"default": 8 / 4}
+    assert layer._gradient_checkpointing_func.keywords == {"use_reentrant": False}
 
 
 def test_a_base_in_nf4_is_qloras_and_leaves_the_rest_as_it_is(checkpoint, device, vanilla):
@@ -163,24 +170,26 @@ def test_adapters_depend_on_their_name_and_the_seed_alone_and_none_starts_at_zer
 
 
 def test_what_proves_a_part_exists():
-    """Find all functions and kernels of our parts' evidence in our code."""
+    """Find all functions and kernels that our parts name in our code. Each switch has a variant."""
     recipes = [variant.recipe for variant in VARIANTS.values()]
-    parts = {part for recipe in recipes for part in recipe.fused} | {"fp8"}
-    libraries = {recipe.library for recipe in recipes} - {"peft"}
-    assert EVIDENCE.keys() == parts | libraries
+    assert SWITCHES.keys() | {"checkpoint"} == {one for recipe in recipes for one in recipe.fused}
+    assert LIBRARIES.keys() == {recipe.library for recipe in recipes}
     found = [
         module
         for room in (fused_mlp, fused_lora)
         for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
     ]
     ours = {name for module in found for name in vars(importlib.import_module(module.name))}
-    for proof in (EVIDENCE[part] for part in parts):
-        assert {name.removesuffix("Backward") for name in proof.functions} <= ours
-        for kernel in (*proof.kernels, *proof.nf4_kernels):
+    for part in (*SWITCHES.values(), switches_for(BORDERS["fp8"])["layer"]):
+        proof = part.evidence
+        assert proof.functions.keys() <= ours
+        for kernel in (*proof.kernels, *proof.kernels_in_4_bits):
             assert all(any(one in name for name in ours) for one in kernel.split("|"))
+        for beginning in chain(*part.kinds.values()):
+            assert any(name.startswith(beginning) and name.endswith("_kernel") for name in ours)
 
 
-def profile_of(built, device, monkeypatch):
+def profile_of(variant, built, device, monkeypatch):
     """Profile a step. On the CPU, count kernels as they are launched."""
     launched = Counter()
     if device == "cpu":
@@ -201,8 +210,7 @@ def profile_of(built, device, monkeypatch):
             loss = built.model(input_ids=ids, labels=ids).loss
         loss.backward()
 
-    functions = [name for proof in EVIDENCE.values() for name in proof.functions]
-    profile = profile_step(step, functions, mark_modules=True)
+    profile = profile_step(step, functions_of(recipe_of(variant)), mark_modules=True)
     return replace(profile, kernels_seen=dict(launched)) if device == "cpu" else profile
 
 
@@ -221,7 +229,7 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
     variant, function, checkpoint, device, monkeypatch
 ):
     built = make(variant, checkpoint, device)
-    profile = profile_of(built, device, monkeypatch)
+    profile = profile_of(variant, built, device, monkeypatch)
     assert profile.functions_seen[function] == 2  # of two layers
     eager, graph = (replace(recipe_of(variant), graph=is_graph) for is_graph in (False, True))
     not_run = partial(evidence.not_run, fused_modules=built.fused_modules, on_gpu=True)
@@ -240,11 +248,11 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
 def test_a_layer_on_nf4_proves_that_it_was_dequantised(checkpoint, device, monkeypatch):
     pytest.importorskip("bitsandbytes")
     built = make("fused_layer", checkpoint, device, base="nf4")
-    profile = profile_of(built, device, monkeypatch)
+    profile = profile_of("fused_layer", built, device, monkeypatch)
     graph = replace(recipe_of("fused_layer"), graph=True)
     not_run = partial(evidence.not_run, graph, built.fused_modules, on_gpu=True, base="nf4")
     assert not_run(profile) is None
-    (kernel,) = EVIDENCE["layer"].nf4_kernels
+    (kernel,) = SWITCHES["layer"].evidence.kernels_in_4_bits
     seen = {name: 1 if kernel in name else count for name, count in profile.kernels_seen.items()}
     assert not_run(replace(profile, kernels_seen=seen)).startswith(f"{kernel} ran 1 times")
 
@@ -263,7 +271,7 @@ def test_qwen3s_norms_of_heads_prove_themselves_within_the_attention(
     config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
     (tmp_path / "qwen3.json").write_text(json.dumps(config))
     built = make(variant, materialized(tmp_path / "qwen3.json", tmp_path), device)
-    profile = profile_of(built, device, monkeypatch)
+    profile = profile_of(variant, built, device, monkeypatch)
     # which a GPU's attention does not need to rotate its gradients
     kernels = {name: n for name, n in profile.kernels_seen.items() if name != "_qkv_rope_kernel"}
     profile = replace(profile, kernels_seen=kernels)
@@ -328,6 +336,8 @@ def test_documents_by_their_lengths_train_as_with_a_mask(checkpoint, device):
         trained[variant] = gradients_of(built, batch)
     (loss, gradients), (other_loss, others) = trained.values()
     assert built.settings.attention == "varlen"
+    told = built.lengths_as(lengths)
+    assert (told["max_length_q"], told["cu_seq_lens_k"].tolist()) == (16, [0, 7, 8, 20, 36])
     assert other_loss == pytest.approx(loss, rel=1e-2)
     for name, gradient in gradients.items():
         assert (others[name] - gradient).norm() < 0.05 * gradient.norm(), name

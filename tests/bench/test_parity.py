@@ -3,18 +3,17 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from cases.peft_models import assert_equal
 from cases.rehearsal_case import measured_cells, plan_of
 
 from batches import Batch
+from bench import cells, parity
 from bench.cells import Block
 from bench.fp8_products import fp8_products
 from bench.parity import (
-    LIMIT,
-    LOSS_FLOOR,
-    SCALE_LIMIT,
     Reference,
     check_parity,
     dequantise,
@@ -23,7 +22,7 @@ from bench.parity import (
 )
 from bench.preparing import prepare_run
 from models import Built
-from variants import Settings
+from variants import Lora, Settings
 
 LOSSES = [4.0, 5.0]
 
@@ -64,6 +63,7 @@ NOISY = {"gradient_error": 0.15}  # a gradient that is a tenth too long would hi
 SHORT = {**NOISY, "scale": 0.98}
 EXACT, UNEVEN = {"loss_errors": (0.0, 0.0)}, {"loss_errors": (0.01, 0.002)}
 INSIDE, OUTSIDE = 0.99, 1.01
+LIMIT, SCALE_LIMIT, LOSS_FLOOR = 1.5, 0.03, 2.0**-11  # a change of these is one of what we publish
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_model_that_keeps_its_first_result_fails(vanilla):
 def test_an_adapter_without_a_gradient_fails(vanilla):
     parity = check_parity(built(Forgetful().float(), None), BATCHES, vanilla)
     assert max(parity.loss_errors) < 1e-6
-    assert parity.problem.startswith("lora_B is ")
+    assert parity.problem.startswith("lora_B is ") and parity.worst_scale == 0.0
 
 
 def test_dropout_is_off_while_parity_is_checked_and_on_again_after_it(vanilla):
@@ -254,6 +254,22 @@ def test_documents_are_judged_on_a_row_that_holds_several(seq_len, kind, tokens,
         assert seq_len < 512 or kind == "--padded" or len(batch.lengths) > 2
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "trains"), [(1, 2, True), (2, 1, False), (2, 0, False)]
+)
+def test_a_length_trains_if_the_batch_of_the_gradients_has_a_label_beyond_the_second_token(
+    first, second, trains, tmp_path, monkeypatch
+):
+    """A first token attends to itself alone: the adapters of q and k get no gradient from it."""
+    labels = -torch.full((3, 1, 4), 100)
+    for place in range(3):
+        labels[place, 0, place] = 7
+    plan = plan_of(tmp_path, "--seq-lens", "16")
+    both = [Batch(torch.ones(1, 4), labels[place]) for place in (first, second)]
+    monkeypatch.setattr(type(plan), "batches", lambda *_: both)
+    assert plan.trains_at(16) is trains
+
+
 # --- another precision ----------------------------------------------------------------------------
 
 
@@ -261,7 +277,8 @@ def test_fp8_has_a_reference_of_its_own_with_the_same_truth():
     bf16, fp8 = (make_reference(built(Based()), BATCHES, is_fp8) for is_fp8 in (False, True))
     assert fp8.losses == bf16.losses
     assert_equal(fp8.gradients, bf16.gradients)
-    assert (fp8.scale_limit, fp8.loss_floor) != (bf16.scale_limit, bf16.loss_floor)
+    assert (bf16.scale_limit, bf16.loss_floor) == (SCALE_LIMIT, LOSS_FLOOR)
+    assert (fp8.scale_limit, fp8.loss_floor) == (0.15, 8 * LOSS_FLOOR)
     for name, error in fp8.gradient_errors.items():
         assert 2 * bf16.gradient_errors[name] < error < 0.2
 
@@ -297,6 +314,32 @@ def test_a_run_makes_a_reference_for_each_precision_of_its_variants(tmp_path):
     plan.reference_file(True).unlink()
     assert not plan.is_prepared()
     assert replace(plan, variants=("fused_layer",)).is_prepared()
+
+
+@pytest.mark.parametrize(("variant", "is_fp8"), [("fp8_layer", True), ("fused_layer", False)])
+def test_a_variant_is_held_against_the_reference_of_its_precision(variant, is_fp8, monkeypatch):
+    monkeypatch.setattr(parity.Reference, "load", lambda path: path)
+    monkeypatch.setattr(parity, "check_parity", lambda built, batches, reference: reference)
+    plan = SimpleNamespace(
+        build=lambda *_: None, parity_batches=tuple, reference_file=lambda fp8=False: fp8
+    )
+    assert cells._build_and_check(plan, variant, 16) == (None, is_fp8)
+
+
+def test_a_reference_is_named_after_all_that_it_rests_on_and_nothing_else(tmp_path):
+    plan = plan_of(tmp_path, "--seq-lens", "16", "--batch-size", "2")
+    (others := tmp_path / "others.jsonl").write_text(plan.data.read_text() * 2)
+    changed = [
+        {"seed": 1}, {"padded": True}, {"documents": True}, {"base": "nf4"}, {"device": "cuda"},
+        {"seq_lens": (24, 32)}, {"data": others}, {"lora": Lora(rank=8)},
+        {"source": replace(plan.source, folder=tmp_path)},
+    ]  # fmt: skip
+    files = [replace(plan, **one).reference_file() for one in ({}, *changed)]
+    files.append(plan.reference_file(fp8=True))
+    assert len({*files}) == len(changed) + 2
+    for same in ({"steps": 9}, {"batch_size": 1}, {"seq_lens": (16, 32)}, {"variants": ("a",)},
+                 {"lora": msgspec.structs.replace(plan.lora, dropout=0.5)}):  # fmt: skip
+        assert replace(plan, **same).reference_file() == files[0]
 
 
 # --- a base in 4 bits -----------------------------------------------------------------------------

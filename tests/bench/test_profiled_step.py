@@ -201,7 +201,7 @@ def test_launches_are_as_quick_after_a_profile_as_before():
 def test_a_step_of_many_micro_batches_is_profiled_by_two_and_has_the_time_of_all(
     accumulate, profiled_batches, times, monkeypatch
 ):
-    def profile_step(step, functions, mark_modules):
+    def profile_step(step, functions, mark_modules, kinds):
         step()
         counts = {name: profiled_batches for name in functions}
         return profiled.Profile({"gemm": 4}, counts, {"matmul": 8.0}, 9.0)

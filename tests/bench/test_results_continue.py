@@ -140,9 +140,9 @@ def test_another_commit_may_go_on_but_both_are_named(tmp_path):
 
 
 def test_the_rounds_of_every_run_are_rounds_of_the_merged_one(tmp_path):
-    """Merge two GPUs of a node. Each measured vanilla PEFT and one more variant, in two rounds."""
+    """Merge two GPUs of a node. Each measured vanilla PEFT and one more variant."""
     one = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=2, steps=16)
-    two = example.run(("vanilla_peft", "full_unsloth"), (64,), rounds=2, steps=16, visit=1)
+    two = example.run(("vanilla_peft", "full_unsloth"), (64,), rounds=3, steps=24, visit=1)
     two.floor[64].samples_ms, one.floor[64].samples_ms = [50.0, 60.0], [40.0]
     one.floor[64].floor_ms, two.floor[64].floor_ms = 40.0, 55.0
     two.floor[64].recomputation_samples_ms = [10.0, 12.0]  # one is of before there was any
@@ -150,6 +150,7 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one(tmp_path):
     for run in (one, two):
         run.summary = summarize(run)
     two.started_utc, one.finished_utc = "2020-01-01T00:00:00+00:00", None
+    two.finished_utc = "2020-01-01T01:00:00+00:00"
     before = [copy.deepcopy(run) for run in (one, two)]
     merged = results.merge([one, two])
     assert [one, two] == before
@@ -158,13 +159,15 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one(tmp_path):
     rounds = {}
     for cell in merged.cells:
         rounds.setdefault(cell.variant, []).append(cell.round)
-    assert rounds == {"vanilla_peft": [1, 2, 3, 4], "fused_mlp": [1, 2], "full_unsloth": [3, 4]}
+    assert rounds == {
+        "vanilla_peft": [1, 2, 3, 4, 5], "fused_mlp": [1, 2], "full_unsloth": [3, 4, 5],
+    }  # fmt: skip
     assert merged.experiment.variants == ["vanilla_peft", "fused_mlp", "full_unsloth"]
-    assert (merged.experiment.rounds, merged.experiment.steps) == (4, 32)
+    assert (merged.experiment.rounds, merged.experiment.steps) == (5, 40)
     assert merged.floor[64].floor_ms == 50.0
     assert merged.floor[64].recomputation_ms == 11.0
-    assert merged.floor[64].ms_by_round == {1: 40.0, 2: 40.0, 3: 55.0, 4: 55.0}
-    assert merged.other_floors["fp8"][64].ms_by_round == {3: 30.0, 4: 30.0}
+    assert merged.floor[64].ms_by_round == {1: 40.0, 2: 40.0, 3: 55.0, 4: 55.0, 5: 55.0}
+    assert merged.other_floors["fp8"][64].ms_by_round == {3: 30.0, 4: 30.0, 5: 30.0}
     assert merged.started_utc == "2020-01-01T00:00:00+00:00"
     assert merged.finished_utc is None
     # paired on the GPU that measured both, over its own floor, as in each run

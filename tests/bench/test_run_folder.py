@@ -5,10 +5,10 @@ import shlex
 
 import pytest
 from cases import example_results as example
-from cases.one_line import refused
 from cases.rehearsal_case import ROOT
 from test_command_line import GIVEN, words_for
 
+from batches import sha256_of
 from bench import machine, options, planning, run_folder, weights
 from bench import results as store
 from bench.weights import materialize, resolve
@@ -106,16 +106,23 @@ def test_no_setting_that_keeps_runs_apart_is_lost(plan, tmp_path):
     assert len(path.parent.name) < 140
 
 
-def test_another_run_in_the_folder_that_is_asked_for_offers_the_command_that_goes_on(
-    plan, tmp_path
-):
-    plan("--out", "mine")
-    other = ["--seed", "1", "--data", "my_chats.jsonl"]
-    error = refused(plan, *other, "--out", "mine")
-    said, _, command = error.partition("; this command measures beside it: ")
-    assert said.startswith("mine/results.json holds another run: weights random, seed 0 there, ")
-    assert shlex.split(command)[:2] == ["python", "lora_bench.py"]
-    _, path, there = plan(*shlex.split(command)[2:])
-    assert path.parent.name == "mine-2" and not there
-    assert refused(plan, *other, "--seed", "2", "--out=mine").endswith("--out mine-3")
-    plan("--out", ".")
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("", ""),
+        ("--accumulate 2", "-accumulate-2"),
+        ("--batch-size 2 --lora-dropout 0.1", "-batch-size-2-lora-dropout-0.1"),
+        ("--seed 3 --padded --interleave 2", "-padded-interleave-2-seed-3"),
+        ("--quick --rank 8", "-quick-rank-8"),
+        ("--gpus 2 --checkpointing off", "-2-gpus-checkpointing-off"),
+        ("--targets v_proj q_proj --base nf4", "-base-nf4-q_proj+v_proj"),
+        ("--rounds 2", "-2-steps-a-round"),
+        ("--rounds 2 --steps 8 --seq-lens 64 --variants fused_mlp", ""),
+    ],
+)
+def test_a_folder_is_named_after_what_keeps_runs_apart(words, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    asked = options.fill_in(options.parse(shlex.split(words), ""))
+    data = tmp_path / f"{sha256_of(asked.data)[:12]}.jsonl"
+    folder = run_folder.run_folder(asked, resolve(str(asked.model), tmp_path, 0), data)
+    assert folder.name == f"rehearsal{name}"

@@ -6,6 +6,7 @@ One test starts the command's own processes. The others do not.
 import multiprocessing
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,16 +19,17 @@ from test_trainer import FakeClock, Line, make_batches
 
 import lora_bench
 from batches import token_shares
-from bench import planning
+from bench import cells, planning
 from bench import processes as isolated
 from bench import results as store
 from bench.cells import Block
 from bench.experiment import run_experiment
 from bench.ranks import Ranks
-from bench.records import Cell
+from bench.records import Cell, GpuTimes, Parity
 from fused_lora.step.graph import EAGER_CALLS
 from models import Graph
-from trainer import MIN_WARMUP_STEPS, Trainer
+from trainer import MAX_WARMUP_STEPS, MIN_WARMUP_STEPS, Timings, Trainer
+from variants import Settings
 
 pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
 
@@ -125,7 +127,68 @@ def test_two_train_as_one_that_accumulates_the_batches_of_both(is_graph, accumul
         assert torch.equal(one["alone"][1], alone.model.weight.detach())
 
 
+APART = ["adapters", "meet", 0, "meet", 1, "meet", "adapters", 0, 1, "meet"]
+TOGETHER = ["adapters", "together"]
+
+
+@pytest.mark.parametrize(("number", "wanted"), [(1, APART + TOGETHER), (2, TOGETHER + APART)])
+def test_all_begin_each_step_together_and_one_alone_waits_for_nobody(number, wanted, monkeypatch):
+    """Begin odd rounds apart, even ones together, each with the first adapters."""
+    events = []
+
+    class FakeTrainer:
+        def run(self, batches, steps, on_step, before_step):
+            for done in range(steps):
+                before_step(done)
+                events.append(done)
+            return Timings(None, step_ms=[1.0])
+
+    monkeypatch.setattr(cells, "_trainer_of", lambda *_: FakeTrainer())
+    monkeypatch.setattr(cells.models, "set_adapters", lambda *_: events.append("adapters"))
+    timed = example.timed_cell("vanilla_peft", 16, number, [9.0])
+    monkeypatch.setattr(cells, "_measure", lambda *_: events.append("together") or timed)
+    other = example.timed_cell("vanilla_peft", 16, number, [8.0], card="b", other_gpu_processes=2)
+    ranks = SimpleNamespace(
+        meet=lambda: events.append("meet"), gather=lambda own: [own, (other, [5.0], [])],
+        together=None, alone=None,
+    )  # fmt: skip
+    plan = SimpleNamespace(device="cpu", timed_batches=lambda _: [], steps=2, gpu=0, seed=0)
+    built = SimpleNamespace(model=None)
+    cell = cells._measure_on_all(plan, timed, built, print, ranks)
+    assert events == wanted
+    gpus = [GpuTimes(timed.card, [9.0], [1.0], [1.0]), GpuTimes("b", [8.0], [5.0])]
+    assert (cell.gpus, cell.step_ms, cell.other_gpu_processes) == (gpus, [9.0], 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "group", "steps"),
+    [("cuda", None, MAX_WARMUP_STEPS), ("cuda", "all", MIN_WARMUP_STEPS), ("cpu", None, 1)],
+)
+def test_all_gpus_warm_up_for_as_many_steps(device, group, steps, monkeypatch):
+    monkeypatch.setattr(cells, "Trainer", lambda *arguments: arguments)
+    plan = SimpleNamespace(device=device, clock=lambda: None, accumulate=3)
+    built = SimpleNamespace(model=None, autocast=None, graph=None, lengths_as=None)
+    *_, warmup, _, accumulate, _, together = cells._trainer_of(plan, built, group)
+    assert (warmup, accumulate, together) == (steps, 3, group)
+
+
+def test_the_efficiency_of_several_gpus():
+    gpus = [GpuTimes("a", [9.0, 4.0, 3.0], [2.0], [2.0, 9.0, 1.0]), GpuTimes("b", [4.0], [4.0])]
+    cell = example.timed_cell("vanilla_peft", 16, 1, [4.0], gpus=gpus)
+    assert cell.efficiency == pytest.approx((1 / 4 + 1 / 4) / (1 / 2 + 1 / 4))
+    assert cell.efficiency_over_one == pytest.approx((1 / 4 + 1 / 4) / (2 / 2))
+
+
 # --- what fails on one of them --------------------------------------------------------------------
+
+
+def test_a_gate_that_fails_on_one_of_them_fails_on_all(monkeypatch):
+    built = SimpleNamespace(model=None, settings=Settings(), fused_modules=[])
+    monkeypatch.setattr(cells, "_build_and_check", lambda *_: (built, Parity(passed=True)))
+    ranks = SimpleNamespace(gather=lambda own: [own, Parity(passed=False, problem="a wrong dA")])
+    plan, sent = SimpleNamespace(device="cpu"), []
+    cells.measure_cells(sent.append, plan, "vanilla_peft", [Block(1, 16)], ranks=ranks)
+    assert (sent[-1]["cell"].status, sent[-1]["cell"].error) == ("parity_failed", "a wrong dA")
 
 
 def test_a_cell_that_fails_on_one_of_them_ends_all_and_the_rest_starts_anew(tmp_path, monkeypatch):

@@ -82,6 +82,7 @@ def test_the_parts_of_a_step_are_told_apart_and_add_up():
 @pytest.mark.parametrize(
     ("warmup_ms", "steps"),
     [
+        ((10, 10, 10, 10, 10), 4),  # at least four
         ((100, 50, 20, 10, 10, 10), 6),  # the last three agree
         ([1 + step % 2 for step in range(99)], MAX_WARMUP_STEPS),  # they never do
     ],

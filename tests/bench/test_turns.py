@@ -6,17 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import example_results as example
-from cases.rehearsal_case import WITHOUT_GPU, InThread, plan_of, small
+from cases.rehearsal_case import WITHOUT_GPU, InThread, small
+from msgspec.structs import replace
 
 import lora_bench
 import trainer
-from bench import cells, experiment, machine, preparing, runner
+from bench import cells, experiment, machine, runner
 from bench import processes as isolated
 from bench import results as store
 from bench.profiler import Profile
 from bench.records import Cell, Parity
 from bench.stages import Stopwatch
-from variants import Lora
+from variants import Lora, Settings
 
 pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
 VARIANTS = ["vanilla_peft", "fused_mlp"]
@@ -137,6 +138,20 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(make_ru
         assert found["fused_mlp"].error == "killed by SIGKILL\nthe last words"
 
 
+@pytest.mark.parametrize(
+    ("quick", "wanted"),
+    [(True, [(1, 16), (2, 16), (1, 32), (2, 32)]), (False, [(1, 16), (1, 32)])],
+)
+def test_processes_of_a_quick_run_have_all_rounds_a_length_at_a_time(
+    quick, wanted, make_runner, monkeypatch
+):
+    tried = []
+    monkeypatch.setattr(runner.Runner, "together", lambda self, todo, blocks: tried.append(blocks))
+    runs, _ = make_runner(quick=quick, rounds=2)
+    runs.go_on([(r, v, n) for r in (1, 2) for v in VARIANTS for n in (16, 32)])
+    assert tried == [wanted]
+
+
 @pytest.mark.parametrize("beside_weights", [True, False])
 @pytest.mark.parametrize("quick", [False, True])  # which at 32 tokens interleaves nothing
 def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(
@@ -199,20 +214,25 @@ def test_a_variant_without_memory_beside_others_says_that_they_do_not_fit(said, 
 
 
 @pytest.mark.parametrize(
-    ("turn_steps", "wanted"),
+    ("turn_steps", "is_warm", "wanted"),
     [
-        (3, ["wait", "warm-up", "wait", 0, 1, 2, "wait", 3, "again", "wait", "profile"]),
-        (None, ["wait", "warm-up", 0, 1, 2, 3, "again", "profile"]),
+        (3, False, ["wait", {"did": "warm_up"}, "wait", 0, 1, 2, "wait", 3, "again", "wait",
+                    "profile"]),
+        (None, False, ["wait", {"did": "warm_up"}, 0, 1, 2, 3, "again", "profile"]),
+        (None, True, ["wait", {"did": "warm_up"}, 0, 1, 2, 3, "again"]),
     ],
-)
-def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, monkeypatch):
+)  # fmt: skip
+def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(
+    turn_steps, is_warm, wanted, monkeypatch
+):
     events, counted = [], []
 
     class FakeTrainer:
-        is_warm = False
+        def __init__(self):
+            self.is_warm = is_warm
 
         def run(self, batches, steps, on_step, before_step):
-            events.append("warm-up")
+            self.is_warm = True
             for done in range(steps):
                 before_step(done)
                 events.append(done)
@@ -233,27 +253,24 @@ def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, m
     asked = plan(device="cuda", steps=4, timed_batches=lambda _: [batch], accumulate=1)
     cell = Cell("vanilla_peft", 16, 1, "error", parity=Parity(passed=True), turn_steps=turn_steps)
     with pytest.raises(KeyboardInterrupt):
-        cells._measure(asked, cell, FakeTrainer(), lambda _: None, wait_for_turn)
+        cells._measure(asked, cell, FakeTrainer(), events.append, wait_for_turn)
     assert events == wanted
     assert counted == [3]  # others are counted beside those of ours that still run
 
 
-@pytest.mark.slow
-def test_later_rounds_of_a_length_find_their_step_warm_and_are_profiled_no_more(
-    tmp_path, monkeypatch
-):
-    """Make a quick run: three rounds at one length, then one at another."""
-    asked = plan_of(tmp_path, "--seq-lens", "16", "24", "--steps", "2", "--accumulate", "2")
-    preparing.prepare_run(lambda message: None, asked)
-    made, real = [], trainer.Trainer
-    monkeypatch.setattr(cells, "Trainer", lambda *how: made.append(real(*how)) or made[-1])
-    sent = []
-    cells.measure_cells(sent.append, asked, "vanilla_peft", [(1, 16), (2, 16), (3, 16), (1, 24)])
-    found = [message["cell"] for message in sent if "cell" in message]
-    assert [cell.status for cell in found] == ["ok"] * 4, [cell.error for cell in found]
-    assert len(made) == 2  # one a length
-    for warm in ([c.first_step_s is None for c in found], [not c.functions_seen for c in found]):
-        assert warm == [False, True, True, False]
-    assert found[0].losses == found[1].losses == found[2].losses
-    stages = [message["did"] for message in sent if "did" in message]
-    assert stages == ["start", *["warm_up"] * 4]
+def test_a_process_builds_once_and_each_cell_begins_with_the_first_adapters(monkeypatch):
+    events, built = [], SimpleNamespace(model=None, settings=Settings(), fused_modules=[])
+
+    def note(event, result):
+        return lambda *_: events.append(event) or result
+
+    def measure(plan, cell, *_):
+        events.append(cell.seq_len)
+        return replace(cell, status="ok", step_ms=[1.0])
+
+    monkeypatch.setattr(cells, "_build_and_check", note("build", (built, Parity(passed=True))))
+    monkeypatch.setattr(cells.models, "set_adapters", note("adapters", None))
+    monkeypatch.setattr(cells, "_trainer_of", note("trainer", object()))
+    monkeypatch.setattr(cells, "_measure", measure)
+    cells.measure_cells(print, plan(seed=0), "vanilla_peft", [(1, 16), (2, 16), (1, 24)])
+    assert events == ["build", "trainer", 16, "adapters", 16, "adapters", "trainer", 24]

@@ -31,8 +31,8 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path):
     gate = "model.layers.0.mlp.gate_proj.weight"
     assert not torch.equal(one[gate], three[gate]) and one[gate].dtype == torch.bfloat16
     # no bias and no norm is what a forgetful kernel would assume
-    assert one["model.layers.0.self_attn.q_proj.bias"].abs().min() > 0
-    assert (one["model.norm.weight"] - 1).abs().max() > 0
+    bias, norm = one["model.layers.0.self_attn.q_proj.bias"], one["model.norm.weight"]
+    assert bias.abs().min() > 0 and min(len(bias.unique()), len(norm.unique())) > 9
 
 
 def test_what_is_there_is_not_made_again_and_is_a_model_of_its_own(tmp_path):

@@ -9,12 +9,13 @@ import json
 import re
 import sys
 
+import contract
 import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from fused_lora import causal_conv, gated_norm, rms_norm, rope
+from fused_lora import causal_conv, rope
 from fused_lora.kernels import (
     causal_attention,
     causal_attention_backward,
@@ -87,8 +88,8 @@ def mask_of(x):
 
 
 def launch_parts():
-    """Launch the kernels of `mlp`, `rms_norm`, `rope` and `cross_entropy`."""
-    gate, x, weight = empty(TOKENS, COLUMNS), empty(TOKENS, HIDDEN), empty(HIDDEN)
+    """Launch the kernels of parts."""
+    gate, x = empty(TOKENS, COLUMNS), empty(TOKENS, HIDDEN)
     swiglu_forward(gate, gate)
     swiglu_backward(gate, gate, gate)
     geglu_forward(gate, gate)
@@ -102,13 +103,6 @@ def launch_parts():
     bias = empty(8, 2 * COLUMNS)
     routed_rows.routed_swiglu_forward(both, both, 2.0, routed, clamped, bias, experts)
     routed_rows.routed_swiglu_backward(gate, gate, 2.0, both, routed, clamped)
-    rms_norm.rms_norm_forward(x, x, weight, 1e-6)
-    rms_norm.rms_norm_backward(x, x, x, weight, empty(TOKENS, dtype=torch.float32), True)
-    rms_norm.rms_norm_forward(x, None, weight, 1e-6, zero_centered=True)
-    x, weight, rstd = empty(TOKENS, HEAD_DIM), empty(HEAD_DIM), empty(TOKENS, dtype=torch.float32)
-    gated_norm.gated_rms_norm_forward(x, x, weight, 1e-6)
-    for trained in (False, True):
-        gated_norm.gated_rms_norm_backward(x, x, x, weight, rstd, trained)
     sizes = 2 * HEAD_DIM, 2 * HEAD_DIM, 4 * HEAD_DIM
     mixed, taps = empty(BATCH, POSITIONS, sum(sizes)), empty(sum(sizes), 4)
     packed = empty(BATCH, POSITIONS, dtype=torch.int32)
@@ -132,6 +126,20 @@ def launch_parts():
             logits = empty(TOKENS, VOCABULARY)
             log_probs_gradient_(logits, labels, -100, statistics, *gradients, scaling)
     find_wrong_label(labels, found, VOCABULARY, -100)
+    launch_operations_on_rows()
+
+
+def launch_operations_on_rows():
+    """Run these operations of contract.py's table forward and backward: with options at their
+    defaults and all trained, then with options at their last values and only x trained."""
+    for operation in contract.OPERATIONS.values():
+        if operation.shapes is contract.ROWS:
+            last = {name: values[-1] for name, values in operation.options.items()}
+            for options, trained in (({}, operation.trained), (last, operation.trained[:1])):
+                case = operation.case("meta", shape=(TOKENS, HIDDEN), **options)
+                leaves = contract.leaves_of(operation, case, trained)
+                outputs = contract.as_tuple(operation.function(*leaves.values()))
+                torch.autograd.backward(outputs, case.gradients)
 
 
 def launch_layer():
@@ -150,19 +158,17 @@ def launch_layer():
     cos = empty(1, POSITIONS, HEAD_DIM)
     qkv_rope.rope_forward(qkv, cos, cos, HEADS, KV_HEADS)
     grad, grad_qkv = empty(TOKENS, HEADS * HEAD_DIM), torch.empty_like(qkv)
-    attended, logsumexp = causal_attention.causal_attention_forward(
-        qkv, POSITIONS, HEADS, KV_HEADS, 0.1
-    )
+    attention = causal_attention.Attention(POSITIONS, HEADS, KV_HEADS, 0.1)
+    attended, logsumexp = causal_attention.causal_attention_forward(qkv, attention)
     for angles in ((cos, cos), (None, None)):
         causal_attention_backward.causal_attention_backward(
-            grad, qkv, *angles, attended, logsumexp, KV_HEADS, 0.1, grad_qkv
+            grad, qkv, angles, attended, logsumexp, attention, grad_qkv
         )
     documents = empty(BATCH, 1, 2, POSITIONS, dtype=torch.int32)
-    causal_attention.causal_attention_forward(
-        qkv, POSITIONS, HEADS, KV_HEADS, 0.1, documents, sinks=empty(HEADS), window=40
-    )
+    attention = attention._replace(window=40)
+    causal_attention.causal_attention_forward(qkv, attention, documents, sinks=empty(HEADS))
     causal_attention_backward.causal_attention_backward(
-        grad, qkv, cos, cos, attended, logsumexp, KV_HEADS, 0.1, grad_qkv, documents, window=40
+        grad, qkv, (cos, cos), attended, logsumexp, attention, grad_qkv, documents
     )
     launch_wide_attention(documents)
     grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -211,13 +217,11 @@ def launch_wide_attention(documents):
     qkv = empty(TOKENS, (heads + 2 * kv_heads) * head_dim)
     cos, grad = empty(1, POSITIONS, head_dim), empty(TOKENS, heads * head_dim)
     for window in (None, 40):
-        attended, logsumexp = causal_attention.causal_attention_forward(
-            qkv, POSITIONS, heads, kv_heads, 0.1, documents, window=window
-        )
+        attention = causal_attention.Attention(POSITIONS, heads, kv_heads, 0.1, window=window)
+        attended, logsumexp = causal_attention.causal_attention_forward(qkv, attention, documents)
         causal_attention_backward.causal_attention_backward(
-            grad, qkv, cos, cos, attended, logsumexp, kv_heads, 0.1, torch.empty_like(qkv),
-            documents, window,
-        )  # fmt: skip
+            grad, qkv, (cos, cos), attended, logsumexp, attention, torch.empty_like(qkv), documents
+        )
 
 
 def launch_dropout(gate_up, hidden, products):

@@ -8,33 +8,18 @@ from msgspec.structs import replace
 from bench import results as results_file
 from bench.experiment_records import Environment, Experiment, Git, Gpu, Optimizer, Tokens
 from bench.records import Cell, Floor, Run
-from variants import SUITES, Lora, Settings, variant_of
+from variants import FUSED_PARTS, SUITES, Lora, Settings, variant_of
 
 PACKAGES = {
     "torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0", "peft": "0.21.0",
     "unsloth": "2026.10.9", "liger_kernel": None,
 }  # fmt: skip
-GAIN_MS = {  # ms that a part saves at 512 tokens: added to vanilla, and added to all the others
-    "mlp": (187, 171), "attention": (121, 109), "rope": (34, 29), "rms_norm": (62, 48),
-    "cross_entropy": (88, 92), "checkpoint": (-4, -2),
-}  # fmt: skip
+# The ms that a part saves of vanilla's step at 512 tokens (others: 11). The share that others take.
+GAIN_MS = {"mlp": 187, "attention": 121, "rope": 34, "rms_norm": 62, "cross_entropy": 88,
+           "checkpoint": -4}  # fmt: skip
+SHARES = {"vanilla_peft": 1, "vanilla_peft_again": 1.001, "full_unsloth": 0.616, "fused_all": 0.535,
+          "fused_layer": 0.505, "compiled_peft": 0.66, "liger_peft": 0.72}  # fmt: skip
 VANILLA_MS = {64: 212, 128: 298, 256: 558, 512: 1091}
-VANILLA_GIB = {64: 10.3, 128: 14.0, 256: 21.6, 512: 36.7}
-PEERS = {  # share of vanilla's step; of its memory at 512 tokens
-    "full_unsloth": (0.616, 0.26), "unsloth_plain_checkpointing": (0.6, 0.31),
-    "liger_peft": (0.72, 0.3), "compiled_peft": (0.66, 0.98),
-    "compiled_peft_bf16_adapters": (0.61, 0.9), "fused_all": (0.535, 0.26),
-    "fused_all_offload": (0.55, 0.25),
-    "fused_all_selective_10_gib": (0.5, 0.5), "fused_all_selective_20_gib": (0.47, 0.8),
-    "fused_all_graph": (0.53, 0.26),
-    "fused_layer": (0.505, 0.27), "fused_layer_graph": (0.5, 0.27),
-    "fused_layer_graph_offload": (0.51, 0.25), "fused_layer_graph_selective_10_gib": (0.46, 0.5),
-    "fp8_layer": (0.42, 0.27), "fp8_layer_graph": (0.4, 0.27),
-    "fp8_lm_head_graph": (0.39, 0.27),
-    "fp8_layer_graph_offload": (0.41, 0.25),
-    "vanilla_peft_bf16_adapters": (0.93, 0.92), "vanilla_peft_again": (1.001, 1.0),
-    "vanilla_peft": (1, 1),
-}  # fmt: skip
 KIND_SHARES = {"matmul": 0.6, "attention": 0.1, "norm": 0.06, "activation": 0.08, "copy": 0.1}
 FLOOR_MS = {64: 40.4, 128: 80.0, 256: 160.7, 512: 326.0}
 SEQ_LENS = (64, 128, 256, 512)
@@ -132,28 +117,22 @@ def rounds(seq_len=64, **step_ms) -> Run:
 def step_ms(variant: str, seq_len: int) -> float:
     """Return a variant's median: at short lengths no kernel shortens the host's share."""
     plain = variant_of(variant).plain_id
-    vanilla = VANILLA_MS[seq_len]
-    if plain in PEERS:
-        gain = (1 - PEERS[plain][0]) * VANILLA_MS[512]
-    elif plain.startswith("fused_all_but_"):
-        lost = GAIN_MS[plain.removeprefix("fused_all_but_")][1]
-        gain = (1 - PEERS["fused_all"][0]) * VANILLA_MS[512] - lost
-    else:
-        gain = GAIN_MS[plain.removeprefix("fused_")][0]
-    ms = vanilla - gain * vanilla / VANILLA_MS[512] * (0.6 if seq_len == 64 else 1)
+    gain = (1 - SHARES.get(plain, 0.4 + 0.005 * len(plain))) * VANILLA_MS[512]
+    for part in FUSED_PARTS:
+        part_ms = GAIN_MS.get(part, 11)
+        if plain == f"fused_{part}":
+            gain = part_ms
+        elif plain == f"fused_all_but_{part}":
+            gain = (1 - SHARES["fused_all"]) * VANILLA_MS[512] - 0.9 * part_ms
+    ms = VANILLA_MS[seq_len] * (1 - gain / VANILLA_MS[512] * (0.6 if seq_len == 64 else 1))
     return 0.76 * ms if plain != variant else ms
 
 
 def peak_gib(variant: str, seq_len: int) -> float:
-    """Return a share of vanilla's peak at 512 tokens, larger where nothing is recomputed."""
-    plain = variant_of(variant).plain_id
-    has_loss = plain == "fused_cross_entropy" or plain.startswith("fused_all_but_")
-    has_loss = has_loss and plain != "fused_all_but_cross_entropy"
-    share = PEERS[plain][1] if plain in PEERS else 0.27 if has_loss else 0.98
-    shrunk = max(0.1, (share * VANILLA_GIB[512] - 6) / (VANILLA_GIB[512] - 6))
-    lean = 0.55 if "fused" in plain or "unsloth" in plain else 1.0
-    kept = 0.165 * seq_len * lean if plain != variant else 0.0
-    return 6 + (VANILLA_GIB[seq_len] - 6) * shrunk + kept + 0.01 * (len(variant) % 7)
+    """Return a peak that grows with the length, faster where nothing is recomputed."""
+    is_lean = any(word in variant for word in ("all", "layer", "unsloth", "cross_entropy"))
+    kept = 0.0 if variant_of(variant).checkpoints else 0.1
+    return 6 + ((0.01 if is_lean else 0.06) + kept) * seq_len
 
 
 def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, visit=0, **changed) -> Run:

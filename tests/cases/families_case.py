@@ -10,6 +10,7 @@ from cases.peft_models import set_weights
 from peft import LoraConfig, get_peft_model
 
 from fused_lora import Fusion, fuse, unfuse
+from fused_lora.adopt.switches import SWITCHES
 
 # The modules in every layer, unless a family names others.
 USUAL = {
@@ -23,7 +24,7 @@ OUTPUT_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm",
                 "self_attn.q_norm", "self_attn.k_norm")  # fmt: skip
 AROUND = (*USUAL["rms_norm"], "pre_feedforward_layernorm", "post_feedforward_layernorm")
 GLM_NORMS = (*USUAL["rms_norm"], "post_self_attn_layernorm", "post_mlp_layernorm")
-PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "layer")  # docs/support.md's
+PARTS = tuple(part for part in SWITCHES if part != "fp8_lm_head")  # docs/support.md's
 OF_ATTENTION = ("LoRA_Attention", "LoRA_QKV", "LoRA_Group", "LoRA_W", "RoPE")
 ONE, APART = {"LoRA_Attention": 2}, {"LoRA_QKV": 2, "LoRA_W": 2, "RoPE": 2}
 TEXT = {

@@ -9,8 +9,9 @@ from cases.peft_models import ids, peft_model
 from cases.reference import BUDGET, assert_near, assert_within_budget, over_draws, relative_error
 
 from fused_lora import Fusion, fuse
+from fused_lora.adopt.switches import SWITCHES
 
-BOOLEAN_PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy")
+BOOLEAN_PARTS = tuple(part for part in SWITCHES if part not in ("layer", "fp8_lm_head"))
 SHORT = 5  # tokens
 ALL = dict.fromkeys(BOOLEAN_PARTS, True)
 FUSIONS = {

@@ -100,6 +100,8 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):
         v = eager_head_norm(v, v.new_ones(frozen.head_dim), v_eps)
     if cos is not None:
         q, k = rotated(q), rotated(k)
+    if frozen.q_scale is not None:
+        q = q * frozen.q_scale[:, None, :, None]
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     if frozen.sinks is not None:  # the score of one more key, whose value is 0
         q = torch.cat((q, frozen.sinks[:, None, None].expand(*q.shape[:3], 1)), -1)

@@ -108,13 +108,39 @@ def make_linear(layers):
     return make
 
 
-def make_lora_attention(shape, *, dtype, device, r=8, bias=True, adapter_dtype=None,
-                        frozen_dtype=None, heads=4, norms=False, dropout=None):  # fmt: skip
+def padded(shape, device):
+    """Return the mask of causal attention with padding in front of the last sequence."""
+    mask = torch.ones(shape[0], 1, shape[1], shape[1], dtype=torch.bool, device=device).tril()
+    mask[-1, :, 3:, :2] = False
+    return mask
+
+
+ATTENTIONS = {  # what `make_lora_attention` changes of the usual heads, angles and mask
+    "usual": {},
+    "MHA of 26": {"heads": 4, "kv_heads": 4, "head_dim": 26},
+    "MQA of 3, a mask": {"heads": 3, "kv_heads": 1, "head_dim": 10, "mask": padded},
+    "angles of each sequence": {"change": lambda t: torch.cat((t, t.flip(1))).float()},
+    "two tables": {"change": lambda t: torch.cat((t[..., :16], t[..., 16:].flip(1)), -1)},
+    "MHA, not rotated": {"heads": 4, "kv_heads": 4, "change": lambda _: None},
+    "sinks and a window": {"window": 3},
+    "q scaled by position": {"scales": (0.5, 2.0)},
+}
+ON_A_GPU = {"heads of 64": {"head_dim": 64}}  # which every backend takes
+
+
+def make_lora_attention(shape, *, dtype, device, r=8, adapter_dtype=None, dropout=None,
+                        kind="usual", heads=4, **options):  # fmt: skip
+    sizes = {"heads": heads, "kv_heads": heads // 2, "head_dim": 32} | (ATTENTIONS | ON_A_GPU)[kind]
+    change, mask, scales = (sizes.pop(name, None) for name in ("change", "mask", "scales"))
     inputs, gradient = lora_attention_case.make(
-        *shape, dtype=dtype, device=device, heads=heads, kv_heads=heads // 2, head_dim=32,
-        bias=bias, frozen_dtype=frozen_dtype, r=(r,) * 4 if isinstance(r, int) else r,
-        adapter_dtypes=(FP32,) * 8, norms=norms,
+        *shape, dtype=dtype, device=device, r=(r,) * 4 if isinstance(r, int) else r,
+        adapter_dtypes=(FP32,) * 8, mask=mask and mask(shape, device), **sizes, **options,
     )  # fmt: skip
+    if scales is not None:
+        q_scale = torch.tensor(scales).repeat(shape[1])[None, : shape[1]].to(device, dtype)
+        inputs[-1] = inputs[-1]._replace(q_scale=q_scale)
+    if change is not None:
+        inputs[1:3] = map(change, inputs[1:3])
     inputs[4:-1] = in_dtypes(inputs[4:-1], adapter_dtype or dtype)
     if dropout is not None:
         frozen = with_dropout(inputs[-1], device)
@@ -190,9 +216,14 @@ def make_causal_conv(shape, *, dtype, device, taps=4, outputs=3, is_packed=False
     return Case(inputs, gradients)
 
 
-def make_rope(size, *, dtype, device, angle_dtype=None):
+def make_rope(size, *, dtype, device, angle_dtype=None, interleaved=False, tables=1):
+    """tables: 2 rotate the halves of a head by angles of their own."""
     inputs, gradients = rope_case.make(size, dtype=dtype, device=device, angle_dtype=angle_dtype)
-    return Case(dict(zip(("q", "k", "cos", "sin"), inputs, strict=True)), list(gradients))
+    q, k, *angles = inputs
+    if tables == 2:
+        angles = [random(*t.shape, seed=8 + i).to(t) for i, t in enumerate(angles)]
+    inputs = dict(zip(("q", "k", "cos", "sin"), (q, k, *angles), strict=True))
+    return Case(inputs | {"interleaved": interleaved}, list(gradients))
 
 
 def make_log_probs(shape, *, dtype, device, outputs=2):

@@ -5,7 +5,8 @@ from cases.reference import random
 from cases.rope_case import angles
 from cases.rope_case import eager as eager_rope
 
-from fused_lora.kernels.qkv_attention import Attention, attention_backward, attention_forward
+from fused_lora.kernels.causal_attention import Attention
+from fused_lora.kernels.qkv_attention import attention_backward, attention_forward
 from fused_lora.kernels.qkv_rope import rope_forward, split_heads
 
 SCALING = 0.3
@@ -53,7 +54,7 @@ def fused(case, heads, kv_heads, mask=None, interleaved=False, sinks=None, windo
     qkv = qkv.clone()
     rope_forward(qkv, cos, sin, heads, kv_heads, interleaved)
     attention = Attention(cos.shape[1], heads, kv_heads, SCALING, interleaved, window)
-    attended, saved, attention = attention_forward(qkv, mask, attention, sinks=sinks)
+    attended, saved = attention_forward(qkv, mask, attention, sinks=sinks)
     gradient = torch.full_like(qkv, 7.0)
-    attention_backward(grad, qkv, cos, sin, mask, attended, saved, attention, gradient)
+    attention_backward(grad, qkv, cos, sin, mask, attended, saved, gradient)
     return attended, gradient

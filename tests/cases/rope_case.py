@@ -27,9 +27,13 @@ def rotate_half(x):
     return torch.cat((-second, first), -1)
 
 
-def eager(q, k, cos, sin):
+def eager(q, k, cos, sin, interleaved=False):
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotated = cos.shape[-1]
+    if interleaved:
+        order = interleaved_order(rotated, q.shape[-1], q.device)
+        q, k = (x[..., order.argsort()] for x in (q, k))
+        return tuple(x[..., order] for x in eager(q, k, cos[:, 0], sin[:, 0]))
     return tuple(
         torch.cat(
             [x[..., :rotated] * cos + rotate_half(x[..., :rotated]) * sin, x[..., rotated:]], -1

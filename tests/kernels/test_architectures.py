@@ -26,7 +26,7 @@ USUAL = (89, 90)
 )
 def shared_bytes(request):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = str(HERE.parent)
+    env["PYTHONPATH"] = f"{HERE.parent}:{HERE}"
     env["TRITON_DEFAULT_FP_FUSION"] = "0"  # as Triton 3.10 has it; compile_case looks that we ask
     program = [sys.executable, str(HERE / "cases" / "compile_case.py"), *map(str, request.param)]
     limit = 150 * len(request.param)  # seconds

@@ -73,11 +73,19 @@ def assert_right(case, given):
         assert_within_budget(*row)
 
 
-@pytest.mark.slow("tiles begin and end anywhere-dtype12", "of one token", "heads of no kernel")
+@pytest.mark.slow(
+    "tiles begin and end anywhere-dtype12",
+    "of one token",
+    "heads of no kernel",
+    "sinks and a window-dtype14",
+)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, torch.bfloat16) for case in CASES]
-    + [("tiles begin and end anywhere", torch.float32), ("heads of no kernel", torch.float32)],
+    + [
+        (case, torch.float32)
+        for case in ("tiles begin and end anywhere", "heads of no kernel", "sinks and a window")
+    ],
 )
 def test_documents_attend_to_themselves(case, dtype, device):
     if dtype == torch.float32 and device == "cuda":

@@ -4,9 +4,13 @@ import pytest
 import torch
 from cases import qkv_attention_case
 from cases.qkv_attention_case import SCALING
-from cases.reference import assert_within_budget, random
+from cases.reference import assert_within_budget
 
-from fused_lora.kernels.causal_attention import causal_attention_forward, fits_kernels
+from fused_lora.kernels.causal_attention import (
+    Attention,
+    causal_attention_forward,
+    fits_kernels,
+)
 from fused_lora.kernels.causal_attention_backward import causal_attention_backward
 from fused_lora.kernels.qkv_rope import rope_forward
 
@@ -38,10 +42,11 @@ def fused(size, case, layout=torch.clone):
     _, heads, kv_heads, positions, *_ = SIZES[size]
     qkv = layout(qkv)
     rope_forward(qkv, cos, sin, heads, kv_heads)
-    attended, logsumexp = causal_attention_forward(qkv, positions, heads, kv_heads, SCALING)
+    attention = Attention(positions, heads, kv_heads, SCALING)
+    attended, logsumexp = causal_attention_forward(qkv, attention)
     gradient = layout(torch.full_like(qkv, 7.0))
     causal_attention_backward(
-        layout(grad), qkv, cos, sin, layout(attended), logsumexp, kv_heads, SCALING, gradient
+        layout(grad), qkv, (cos, sin), layout(attended), logsumexp, attention, gradient
     )
     return attended, logsumexp, gradient
 
@@ -66,12 +71,6 @@ def test_a_models_own_sizes_are_within_the_error_budget(positions, device, monke
     check("model", make("model", torch.bfloat16, device))
 
 
-def test_halves_of_a_head_need_not_share_their_angles(device):
-    qkv, cos, _, grad = make("GQA", torch.bfloat16, device)
-    cos, sin = (random(*cos.shape, seed=s, dtype=cos.dtype, device=device) for s in (8, 9))
-    check("GQA", (qkv, cos, sin, grad))
-
-
 @pytest.mark.slow("MHA, a whole tile-32")
 @pytest.mark.parametrize(
     ("size", "last"),
@@ -89,14 +88,6 @@ def test_what_comes_later_is_not_seen(size, last, device):
     assert not fused(size, (qkv, cos, sin, zeroed))[2][last:end].any()
 
 
-def test_cos_and_sin_may_have_any_layout_and_another_dtype(device):
-    qkv, cos, sin, grad = make("GQA", torch.bfloat16, device)
-    cos, sin = cos.float(), sin.float()
-    apart = [t.mT.contiguous().mT for t in (cos, sin)]
-    got, want = (fused("GQA", (qkv, *these, grad)) for these in (apart, (cos, sin)))
-    assert all(map(torch.equal, got, want))
-
-
 def test_what_they_are_for(device):
     dtype = torch.bfloat16
     for shape, positions, heads, kv_heads, want in (
@@ -111,10 +102,11 @@ def test_what_they_are_for(device):
         ((64, 7 * 32), 64, 3, 2, False),  # which of two would the second share?
     ):
         qkv = torch.empty(*shape, dtype=dtype, device=device)
-        assert fits_kernels(qkv, positions, heads, kv_heads) == want, (shape, positions)
+        attention = Attention(positions, heads, kv_heads, SCALING)
+        assert fits_kernels(qkv, attention) == want, (shape, positions)
     documents = torch.empty(1, 1, 2, 513, dtype=torch.int32, device=device)
     for head_dim, want in ((256, True), (512, False)):
         qkv = torch.empty(513, 4 * head_dim, dtype=dtype, device=device)
-        assert fits_kernels(qkv, 513, 2, 1, documents) == want, head_dim
+        assert fits_kernels(qkv, Attention(513, 2, 1, SCALING), documents) == want, head_dim
     fp32 = torch.empty(64, 128, device=device)
-    assert fits_kernels(fp32, 64, 2, 1) == (device == "cpu")
+    assert fits_kernels(fp32, Attention(64, 2, 1, SCALING)) == (device == "cpu")

@@ -10,6 +10,7 @@ from contract import (
     ALL,
     KERNELS,
     LAYOUTS,
+    LOSSES,
     OF_A_KERNEL,
     OF_KERNELS,
     OF_PRODUCTS,
@@ -52,6 +53,13 @@ def test_results_are_within_the_error_budget(operation, options, device):
 )
 def test_any_number_of_tokens_and_leading_dimensions_is_right(operation, shape, device):
     over_draws(lambda: assert_right(operation, operation.case(device, shape=shape)), first=1)
+
+
+@pytest.mark.parametrize("operation", LOSSES, ids=lambda operation: operation.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_losses_and_their_gradients_are_within_the_error_budget(dtype, operation, device):
+    """In a single number eager's errors may happen to cancel."""
+    over_draws(lambda: assert_right(operation, operation.case(device, dtype)))
 
 
 def axes_of_layouts(operation):

@@ -148,6 +148,24 @@ def test_fp32_adapters_without_autocast_are_right_for_a_computation_in_the_dtype
     assert_right(operation, case, got, of=eager)
 
 
+def test_a_mask_to_add_in_fp32_is_taken_under_autocast(device):
+    """Pass the mask of an fp32 model while q, k and v are bf16."""
+    operation = OPERATIONS[ATTENTION]
+    case = operation.case(device, FP32, kind="MQA of 3, a mask")
+    mask = torch.where(case.inputs["mask"], 0.0, -30.0)
+    case = replace(case, inputs=case.inputs | {"mask": mask})
+    with torch.autocast(device, dtype=BF16):
+        got, eager = run(operation, case), run(operation, case, operation.eager)
+    assert_right(operation, case, got, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("positions", [64, 100, 130, 600])
+def test_every_backend_of_a_gpu_is_right(positions, device):
+    operation = OPERATIONS[ATTENTION]
+    assert_right(operation, operation.case(device, shape=(2, positions), kind="heads of 64"))
+
+
 def test_a_bf16_gradient_takes_no_precision_from_an_fp32_one(device):
     """Use one cast for the three dA: it must keep the precision of their widest dtype."""
     operation = OPERATIONS[QKV]
@@ -272,6 +290,8 @@ ERRORS = [
     (QKV, {"frozen.k_bias": torch.Tensor.half}, "k_bias is torch.float16 and x torch.bfloat16: "),
     (ATTENTION, {"x": lambda t: t[0]}, r"x is \[5, 52\], should be \[batch, positions, in\]"),
     (ATTENTION, {"sin": trained}, "cos or sin requires a gradient"),
+    (ATTENTION, {"frozen.sinks": lambda _: torch.zeros(4, requires_grad=True)},
+     "sinks require a gradient, which they would not get"),
     (ATTENTION, {"q_A": None}, "7 adapter tensors given, should be 8: A and B of q, k, v and o"),
     (ATTENTION, {"o_A": narrow}, r"o_A is \[8, 127\] and o_B \[44, 8\], should be \[r, 128\]"),
     (ATTENTION, {"frozen.o.weight": narrow}, r"o_weight is \[44, 127\], should be \[44, 128\]"),

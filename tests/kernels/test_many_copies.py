@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_lora.kernels import many_copies as module
 from fused_lora.kernels.many_copies import ManyCopies
+from fused_lora.kernels.tables import uploaded
 from fused_mlp.launching import DTYPES
 
 SHAPES = [(8, 64), (71, 3), (1, 1), (1, 5000), (300, 32), (0, 7), (4, 0)]
@@ -67,6 +68,7 @@ def test_copies_are_those_of_pytorch_and_nothing_else_is_written(
         ((32, 12), 64, 0, 0, 4),
         ((32, 8), 64, 2, 0, 2),
         ((32, 8), 64, 0, 4, 4),
+        ((32, 8), 64, 0, -2, 4),
         ((32, 8), 65, 0, 0, 1),
         ((1, 8), 64, 0, 0, 1),
     ],
@@ -80,7 +82,8 @@ def test_as_many_elements_go_at_once_as_rows_and_addresses_allow(
         for rows, width in ((rank, columns), (90, rank)):
             border = torch.full((100, 200), 7.0, dtype=torch.bfloat16, device=device)
             targets.append(border[:rows, to : to + width])
-            sources.append(random(rows, width + 2 * of, device=device)[:, of : of + width])
+            source = random(rows, width + 2 * abs(of), device=device)
+            sources.append(source[:, max(of, 0) :][:, :width])
     given = targets, sources, [1.0, 0.3] * len(ranks)
     assert module._table_of(*given).run == want
     assert_copied(*given)
@@ -173,6 +176,17 @@ def test_the_kernel_is_for_matrices_of_less_than_2_to_the_31_elements(monkeypatc
         small, fits, large = (torch.empty(*s, device="cuda", dtype=torch.half) for s in shapes)
     assert module._has_kernel([small, fits], [small, fits])
     assert not module._has_kernel([small, large], [small, large])
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_a_table(device):
+    uploaded([1.0], torch.float32, torch.device(device))  # makes pinned memory
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        table = uploaded([1.0, 2.5], torch.float32, torch.device(device))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert table.tolist() == [1.0, 2.5]
 
 
 @pytest.mark.gpu

@@ -10,13 +10,8 @@ from cases.rope_case import interleaved_order
 from torch.nn.attention import sdpa_kernel
 
 from fused_lora.kernels import qkv_attention as module
-from fused_lora.kernels.qkv_attention import (
-    CUDNN,
-    FLASH,
-    WITHOUT_CUDNN,
-    Attention,
-    attention_forward,
-)
+from fused_lora.kernels.causal_attention import Attention
+from fused_lora.kernels.qkv_attention import CUDNN, FLASH, WITHOUT_CUDNN, attention_forward
 
 NAMES = ("attended", "gradient")
 # batch, heads, kv_heads, positions, head_dim; sequences of cos and sin, features that are rotated
@@ -171,7 +166,7 @@ def test_the_backend_is_the_one_that_pytorch_would_use(device):
             qkv, *_ = make(size, torch.bfloat16, device)
             _, heads, kv_heads, positions, *_ = SIZES[size]
             attention = Attention(positions, heads, kv_heads, SCALING)
-            return attention_forward(qkv, None, attention)[2].backend
+            return attention_forward(qkv, None, attention)[1].backend
 
     backends = torch.nn.attention.SDPBackend
     assert backend("GQA", backends.FLASH_ATTENTION) == FLASH

@@ -3,7 +3,6 @@
 from statistics import median
 
 import pytest
-from cases import example_results as example
 from cases.ablation_case import HAND_MADE, RUNS, WITHOUT, gains, row
 from cases.example_results import rounds
 from cases.table_case import rows_in
@@ -12,7 +11,6 @@ from bench.records import Cell
 from report import ablation
 from report import statistics as summary
 from report.ablation import Gain, ablation_table
-from variants import FUSED_PARTS
 
 # --- the gains ------------------------------------------------------------------------------------
 
@@ -38,14 +36,14 @@ def test_gains_by_hand(part, which, ms):
 def test_gains_are_judged_as_speedups_are():
     run = rounds(**HAND_MADE)
     rows = gains(run, 64)
-    judged = {r.variant: r.verdict for r in summary.summarize(run)}
-    for part in FUSED_PARTS:
-        assert row(rows, part).first.verdict == judged[f"fused_{part}"]
     assert row(rows, "mlp").first.verdict == row(rows, "mlp").last.verdict == "faster"
     assert row(rows, "checkpoint").first.verdict == "slower"
     assert row(rows, "rope").last.verdict == summary.NOISE  # 0, 1 and 0 ms
     run = rounds(**HAND_MADE | {"vanilla_peft_again": ()})
     assert row(gains(run, 64), "mlp").first.verdict is None
+    vanilla = [220, 300, 500]  # 2.2, 3 and 5: only the logarithms' interval leaves out 1
+    run = rounds(vanilla_peft=vanilla, vanilla_peft_again=vanilla, fused_mlp=[100] * 3)
+    assert row(gains(run, 64), "mlp").first.verdict == "faster"
 
 
 def test_one_round_has_no_interval():
@@ -113,8 +111,9 @@ def test_lengths_where_all_is_noise_are_left_out_of_the_steps_table(monkeypatch)
     assert "left out" not in ablation_table(run)
     gain = ablation.Gain(1.0, None, 1.0, None, ablation.NOISE)
     told = gain._replace(verdict="faster")
-    for stands_out, is_left_out in ((1, True), (2, False)):
-        found = [gain] * (4 - stands_out) + [told] * stands_out
+    for judged, stands_out, is_left_out in ((4, 1, True), (4, 2, False), (2, 0, False)):
+        found = [gain] * (judged - stands_out) + [told] * stands_out
+        found += ["not measured"] * (4 - judged)
         rows = [ablation.PartGains("mlp", *found[:2]), ablation.PartGains("rope", *found[2:])]
         clear = [ablation.PartGains("mlp", told, told), ablation.PartGains("rope", told, told)]
         of = {64: rows, 128: clear}
@@ -139,13 +138,3 @@ def test_the_gpus_own_time_by_hand():
     for cell in run.cells:
         cell.gpu_busy_ms = None
     assert "GPU" not in ablation_table(run)
-
-
-def test_a_table_a_block():
-    lines = ablation_table(RUNS["all"]).split("\n")
-    assert [line for line in lines if line.endswith(":")] == [
-        f"{block}{of}:"
-        for block in ("With gradient checkpointing", "Without checkpointing")
-        for of in ("", ", GPU time")
-    ]
-    assert ablation_table(example.empty()) == ""

@@ -3,6 +3,7 @@
 import pytest
 from cases import example_results as example
 from cases import picture_case as case
+from cases.example_results import rounds
 from matplotlib.text import Text
 from test_plots import RUNS
 
@@ -46,6 +47,7 @@ def test_the_speedups_are_those_of_gpu_time():
     assert title == "Speedup in GPU time: fused MLP a steady 1.20×, full Unsloth 1.5× to 2.0×"
     (axes,) = picture.axes
     assert axes.get_yscale() == "linear"
+    assert [1.0, 1.0] in [list(line.get_ydata()) for line in axes.lines]  # vanilla PEFT
     assert "NVIDIA H200" in picture.texts[1].get_text()
 
 
@@ -57,6 +59,17 @@ def test_without_a_profile_the_clock_speaks_and_the_title_says_so():
     assert clock == "time by the clock" and [row.variant for row in rows] == ["fused_mlp"]
     assert plot.benchmark_finding(run, rows, clock).startswith("Speedup in time by the clock: ")
     assert "waiting" not in plot.benchmark_figure(run).texts[1].get_text()
+
+
+def test_of_many_the_title_names_the_subject_and_the_two_fastest():
+    run = rounds(
+        vanilla_peft=[300], vanilla_peft_no_checkpointing=[270], fused_mlp=[200],
+        full_unsloth=[150], liger_peft=[240], compiled_peft=[160], fused_all=[120],
+    )  # fmt: skip
+    rows, clock = plot.shown_rows(View(run))
+    assert [row.variant for row in rows] == run.experiment.variants[2:]  # no baseline
+    said = plot.benchmark_finding(run, rows, clock).replace(plot.KEPT, " ").partition(": ")[2]
+    assert said == "fused MLP 1.50×, full Unsloth 2.00×, all parts 2.50×"
 
 
 def test_a_variant_without_a_time_is_marked_and_a_rehearsal_is_stamped():
@@ -78,7 +91,7 @@ def test_no_text_is_cut_off_and_all_can_be_read_on_a_phone(name):
 
 
 def test_speedups_are_said_as_precisely_as_they_agree():
-    assert roughly([1.223, 1.231, 1.2245]) == "a steady 1.22×"
+    assert roughly([1.228, 1.231, 1.2245]) == "a steady 1.22×"  # the last
     assert roughly([1.58, 1.63, 1.64, 1.59]) == "about 1.6×" != roughly([1.64, 1.66])
     assert roughly([2.56, 2.32]) == "2.3× to 2.6×"
     assert roughly([1.5]) == "1.50×"

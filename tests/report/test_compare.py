@@ -4,6 +4,7 @@ import copy
 import math
 from statistics import mean
 
+import numpy as np
 import pytest
 from cases import example_results as example
 from cases.example_results import rounds
@@ -14,6 +15,7 @@ from bench import results
 from bench.records import Floor
 from report.comparison import compare
 from report.statistics import NOISE, summarize
+from variants import WITHOUT
 
 
 def visit(floor_ms=40.0, host_us=4.0, busy_ms=math.inf, **step_ms):
@@ -74,17 +76,31 @@ def test_a_cell_is_slower_or_faster_beyond_what_two_visits_differ_by(old, new, v
     assert compared.is_slower is (verdict == "slower")
 
 
-@pytest.mark.parametrize("noisy", ["old", "new"])
-def test_the_twins_of_either_run_widen_the_noise(noisy):
+@pytest.mark.parametrize(
+    ("old", "new"), [([200, 210, 230], [100, 110]), ([100, 110], [200, 210, 230])]
+)
+def test_the_interval_of_unlike_numbers_of_rounds(old, new):
+    (row,) = compare(fused(*old), fused(*new)).rows
+    error = sum(np.var(np.log(ms), ddof=1) / len(ms) for ms in (old, new)) ** 0.5
+    middle = np.log(old).mean() - np.log(new).mean()
+    ends = np.exp([middle - 12.7062 * error, middle + 12.7062 * error])  # 1 degree of freedom
+    assert row.ci95 == pytest.approx(ends, rel=1e-4)
+
+
+@pytest.mark.parametrize(("noisy", "block"), [("old", ""), ("new", ""), ("new", WITHOUT)])
+def test_the_twins_of_either_run_widen_the_noise(noisy, block):
     def run(name, fused_ms):
         again = [100, 105] if noisy == name else [100, 100]
-        return visit(
-            vanilla_peft=[100, 100], vanilla_peft_again=again, fused_mlp=[fused_ms, fused_ms]
-        )
+        times = {
+            "vanilla_peft": [100, 100],
+            "vanilla_peft_again": again,
+            "fused_mlp": [fused_ms] * 2,
+        }
+        return visit(**{id + block: ms for id, ms in times.items()})
 
     row = compare(run("old", 80), run("new", 84.8)).rows[-1]  # 6% slower
     assert row.band == pytest.approx((1 / 1.05 / 1.03, 1.05 * 1.03))
-    assert (row.variant, row.verdict) == ("fused_mlp", NOISE)
+    assert (row.variant, row.verdict) == ("fused_mlp" + block, NOISE)
 
 
 SLOWER_GPU, FASTER_GPU, SLOWER_HOST = {"floor_ms": 44.0}, {"floor_ms": 36.0}, {"host_us": 8.0}

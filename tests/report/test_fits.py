@@ -31,7 +31,8 @@ THREE = {
 
 def test_every_speedup_is_over_vanilla_peft_by_way_of_the_blocks_own_baseline():
     name = "fused_mlp" + WITHOUT
-    points = {"vanilla_peft": ((900, 9),), "vanilla_peft" + WITHOUT: ((300, 9),), name: ((100, 9),)}
+    points = {"vanilla_peft": ((900, 9), (600, 9)), "vanilla_peft" + WITHOUT: ((300, 9),),
+              name: ((100, 9),)}  # fmt: skip
     assert fits.points_of(hand_made(**points), 64)[0] == (name, 64, 100, 9, 9)
     del points["vanilla_peft"]
     assert fits.points_of(hand_made(**points), 64)[0] == (name, 64, 100, 9, 3)

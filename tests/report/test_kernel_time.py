@@ -9,8 +9,9 @@ from matplotlib.text import Text
 from msgspec.structs import replace
 
 from bench import results
-from bench.profiler import KINDS
+from bench.profiler import KIND_BY_MODULE, KIND_BY_NAME
 from bench.records import Floor
+from fused_lora.adopt.switches import SWITCHES
 from report import kernel_time
 from report.panels import panels_figure
 from report.tables import kinds_section
@@ -71,7 +72,9 @@ def test_the_twin_and_what_has_no_profile_have_no_bar():
 
 
 def test_every_kind_of_kernel_has_a_look():
-    assert {*kernel_time.COLOURS, *kernel_time.REST} - {"rest"} == set(KINDS)
+    kinds = {kind for kind, _ in (*KIND_BY_NAME, *KIND_BY_MODULE)}
+    assert kinds.union(*(part.kinds for part in SWITCHES.values())) == kernel_time.KINDS.keys()
+    assert kernel_time.COLOURS.keys() <= kernel_time.NAMES.keys()
     assert len({*kernel_time.COLOURS.values()}) == len(kernel_time.COLOURS)
     taken = {variant_of(variant).look.colour for variant in SUITES["experiment"]}
     assert not taken & {*kernel_time.COLOURS.values()}

@@ -1,8 +1,9 @@
 """panels.png: what its four panels draw, say and mark, on made-up results."""
 
 from functools import cache
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 from cases import example_results as example
@@ -38,6 +39,7 @@ RUNS = {
     ),
     "suite all": example.run(example.ALL),
     "long names": example.run(LONG_NAMES, (64, 512), rounds=2),
+    "four long names": example.run(LONG_NAMES[-4:], (64, 512), rounds=2),
     "a graph": example.run(("vanilla_peft", "fused_mlp", "fused_layer_graph")),
     "close together": rounds(
         vanilla_peft=[300], fused_mlp=[126], full_unsloth=[109], a_newer_version=[100]
@@ -102,16 +104,21 @@ def test_throughput_is_drawn_from_zero():
 
 def test_speedups_come_with_intervals_the_line_at_one_and_the_band():
     run, axes = RUNS["four"], panels(picture_of("four"))["speedup"]
-    rows = [rows_of("four")["fused_mlp", n] for n in example.SEQ_LENS]
-    assert list(line(axes, "fused MLP").get_ydata()) == [r.speedup for r in rows]
-    drawn = [tuple(line.get_ydata()) for line in axes.lines]
-    for each in rows:
-        assert tuple(each.speedup_ci95) in drawn
-    assert f"{rows[-1].speedup:.2f}×" in words(axes)
-    assert (1.0, 1.0) in drawn
+    whiskers = {(*line.get_xdata(), *line.get_ydata()) for line in axes.lines
+                if line.get_marker() == "_"}  # fmt: skip
+    texts = [text.get_text() for text in axes.texts]
+    for variant, aside in (("fused_mlp", 0), ("full_unsloth", 0.06)):
+        rows = [rows_of("four")[variant, n] for n in example.SEQ_LENS]
+        assert list(line(axes, title_of(variant)).get_ydata()) == [r.speedup for r in rows]
+        for place, each in enumerate(rows):
+            assert (place + aside, place + aside, *each.speedup_ci95) in whiskers
+        assert f"{title_of(variant)}\n{rows[-1].speedup:.2f}×" in texts
+    assert [1.0, 1.0] in [list(line.get_ydata()) for line in axes.lines]
     assert "vanilla PEFT" not in [line.get_label() for line in axes.lines]
-    bands = [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in axes.patches]
-    assert bands == [pytest.approx(summary.noise_band(run, n)) for n in example.SEQ_LENS]
+    bands = [(bar.get_center()[0], bar.get_y(), bar.get_y() + bar.get_height())
+             for bar in axes.patches]  # fmt: skip
+    assert bands == [pytest.approx((place, *summary.noise_band(run, n)))
+                     for place, n in enumerate(example.SEQ_LENS)]  # fmt: skip
     assert any("A/A" in text for text in words(axes))
     assert not panels(picture_of("a graph"))["speedup"].patches
 
@@ -123,6 +130,13 @@ def test_memory_bars_and_a_capacity_that_does_not_flatten_them():
     assert heights == pytest.approx(sorted(r.peak_gib for r in rows if "again" not in r.variant))
     assert f"{max(heights):.1f}" in words(axes)
     assert words(axes).count(f"{max(heights):.1f}") == 1  # of two that are equal, side by side
+    neighbours = example.run(("vanilla_peft", "fused_mlp"), (64, 512))
+    for cell in neighbours.cells:  # the last at 64 and the first at 512 have a number each
+        gib = 10 + 10 * (cell.variant == "fused_mlp") + 10 * (cell.seq_len == 512)
+        cell.peak_allocated_bytes = gib * 2**30
+    assert words(panels(plots.panels_figure(neighbours))["memory"]) == [
+        *("10.0", "20.0", "20.0", "30.0")
+    ]
     assert not any("card" in word for word in words(axes))
     assert axes.get_ylim()[1] < 50
     small = example.run()
@@ -137,6 +151,10 @@ def test_the_last_panel_is_the_gpus_time_at_the_longest_length():
     axes, run = panels(picture_of("four"))["kinds"], RUNS["four"]
     bar = next(bar for bar in bars(run, 512) if bar.variant == "fused_mlp")
     drawn = [each for each in axes.patches if each.get_y() == pytest.approx(1 - 0.78 / 2)]
+    begins = [0, *accumulate(each.get_width() for each in drawn)]  # one after another
+    assert [each.get_x() for each in drawn] == pytest.approx(begins[:-1])
+    idle_ms = [median(cell.step_ms) - cell.gpu_busy_ms for cell in run.cells_of("fused_mlp", 512)]
+    assert drawn.pop().get_width() == pytest.approx(median(idle_ms))
     drawn = [(each.get_width(), to_hex(each.get_facecolor())) for each in drawn]
     for kind, ms in kernel_time.drawn_ms(bar).items():
         assert (pytest.approx(ms), kernel_time.COLOURS[kind]) in drawn

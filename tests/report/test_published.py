@@ -68,7 +68,8 @@ def test_a_base_in_nf4_stands_beside_theirs_in_nf4_alone():
     assert found == [("qwen3-8b on NF4", words) for words in theirs]
     assert "| tokens/s | qwen3-8b | qwen3-8b on NF4 |" in section(published_run(), run)
     said = commands.held_against_others(run, Path("results.json"))
-    assert "/published-qwen3-8b-nf4.json.gz && python" in said
+    assert claims_table(run) in said
+    assert "> docs/runs/nvidia-h200/published-qwen3-8b-nf4.json.gz && python" in said
 
 
 def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
@@ -112,6 +113,9 @@ def test_what_ran_out_of_memory_says_so_and_the_next_fastest_stands_for_it():
     assert first["ours, tokens/s"].endswith("(fused layers, CUDA graph)")
     assert first["the fastest Unsloth here, tokens/s"] == "unavailable"
     assert first["vanilla PEFT here, with checkpointing"] == "out of memory"
+    ours = {id: "oom" for id in SUITES["published"] if id.startswith("fused")}
+    first, *_ = rows_in(claims_table(published_run(status=ours)))  # vanilla is none of ours
+    assert (first["ours, tokens/s"], first["ours / theirs"]) == ("out of memory", "")
 
 
 @pytest.mark.parametrize(
@@ -138,16 +142,10 @@ def test_the_section_has_its_sources_and_dates_and_is_not_there_without_a_run():
     assert len(rows_in(said)) == 3 + 1 + len(SUITES["published"])
 
 
-def test_a_published_run_prints_its_rows_and_how_to_add_them():
-    said = commands.held_against_others(published_run(), Path("runs/mine/results.json"))
-    assert claims_table(published_run()) in said
-    assert "> docs/runs/nvidia-h200/published-qwen3-8b.json.gz && python" in said
-
-
 def test_every_setting_says_who_where_and_when():
     for name, setting in SETTINGS.items():
         assert setting.name == name and setting.page.url.startswith("https://")
-        assert setting.claims and 4 < setting.minutes < 10.5 and setting.page.date > "2026"
+        assert setting.claims and setting.page.date > "2026"
 
 
 def test_a_recipe_has_a_row_for_each_variant_and_names_its_projections():

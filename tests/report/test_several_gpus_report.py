@@ -12,13 +12,14 @@ PLAIN, GRAPH = "vanilla_peft", "fused_layer_graph"
 
 def run_on(gpus, over_apart, **changed):
     """Return a run of two rounds. Plain PEFT, whose steps take 200 ms, waits for a noisy host; the
-    graph's take 100 ms, and its GPUs are this fast over those apart. The first alone is faster by a
-    fifth."""
+    graph's take 100 ms, and its GPUs are this fast over those apart: at 64 tokens a hundredth
+    slower. The first alone is faster by a fifth."""
     variants = {PLAIN: (200.0, 0.6), GRAPH: (100.0, over_apart)}
     run = example.empty(variants=[*variants], seq_lens=[64, 512], rounds=2, steps=4, gpus=gpus)
     for variant, (ms, share) in variants.items():
         for seq_len, number in ((64, 1), (64, 2), (512, 1), (512, 2)):
-            own = [GpuTimes("card", [ms] * 2, [ms * share] * 2, [0.8 * ms] * (gpu == 0))
+            apart = [ms * (share - 0.01 * (seq_len == 64))] * 2
+            own = [GpuTimes("card", [ms] * 2, apart, [0.8 * ms] * (gpu == 0))
                    for gpu in range(gpus)]  # fmt: skip
             run.add(example.timed_cell(variant, seq_len, number, [ms] * 2, gpus=own))
     return run
@@ -34,13 +35,16 @@ def test_the_speed_of_all_is_held_against_the_sum_of_each_and_against_one():
 
 def test_the_section_has_a_row_for_each_length_and_variant_of_each_run():
     lines = several_gpus_section([run_on(2, 0.99), run_on(4, 0.97)]).splitlines()
-    assert lines[0].startswith("![On up to 4 GPUs, the fastest variant keeps 97% or more of")
+    assert lines[0].startswith("![On up to 4 GPUs, the fastest variant keeps 96% or more of")
     assert lines[4].startswith("2 × NVIDIA H200 · ")
     rows = [line for line in lines if line.startswith("| ") and "GPUs" not in line]
     assert len([row for row in rows if "---" not in row]) == 8
     row = "| 4 | 512 | fused layers, CUDA graph | 100.0 | 655,360 | 97.0% | 80.0% |"
     assert row in rows
     assert "published yet" in several_gpus_section([])
+    other = run_on(4, 0.925)  # no other kind of GPU hides it
+    other.environment.gpu.name = "NVIDIA H100"
+    assert "keeps 91% or more of" in finding([run_on(4, 0.97), other])
 
 
 def test_the_picture_has_a_panel_for_each_length_and_shows_one_kind_of_gpu():
@@ -49,10 +53,11 @@ def test_the_picture_has_a_panel_for_each_length_and_shows_one_kind_of_gpu():
     runs = [run_on(4, 0.97), other, run_on(2, 0.99)]
     panels = several_gpus_figure(runs).axes
     assert [axes.get_title(loc="left") for axes in panels] == ["64 tokens", "512 tokens"]
-    for axes in panels:
-        drawn = {line.get_label(): line for line in axes.lines}
-        line = drawn["fused layers, CUDA graph"]
-        assert [*line.get_xdata()] == [1, 2, 4]
-        assert [*line.get_ydata()] == pytest.approx([100, 99, 97])
-    assert finding([run_on(2, 0.99)]).startswith("On two GPUs, the fastest variant keeps 99%")
+    for axes, less in zip(panels, (1, 0), strict=True):
+        place = [line.get_label() for line in axes.lines].index("fused layers, CUDA graph")
+        apart, over_one = axes.lines[place : place + 2]
+        assert [*apart.get_xdata()] == [*over_one.get_xdata()] == [1, 2, 4]
+        assert [*apart.get_ydata()] == pytest.approx([100, 99 - less, 97 - less])
+        assert [*over_one.get_ydata()] == pytest.approx([100, 80, 80])
+    assert finding([run_on(2, 0.999)]).startswith("On two GPUs, the fastest variant keeps 98%")
     assert several_gpus_figure([]) is None

@@ -9,20 +9,26 @@ from cases.example_results import cells, rounds
 
 from bench import results
 from bench.experiment_records import Tokens
-from bench.records import Floor, SummaryRow
-from report.commands import summary_table
+from bench.records import Floor, KernelRow, Kernels, SummaryRow
+from report.commands import kernels_table, summary_table
 from report.statistics import (
     NOISE,
+    by_gpu_time,
     interval95,
     interval95_of_ratios,
     noise_band,
     summarize,
+    twins_too_far_apart,
     verdict_of,
 )
+from variants import WITHOUT
 
 
-def headings(document):
-    return [column.header for column in summary_table(document).columns]
+def rows_of(table):
+    """Return a terminal table's rows, by heading."""
+    cells = zip(*(column.cells for column in table.columns), strict=True)
+    return [dict(zip((column.header for column in table.columns), row, strict=True))
+            for row in cells]  # fmt: skip
 
 
 def row_of(document, variant="fused_mlp"):
@@ -30,14 +36,27 @@ def row_of(document, variant="fused_mlp"):
 
 
 def test_the_terminals_table_shows_what_was_measured_and_a_rehearsals_only_times():
-    document = cells(("vanilla_peft", 1, [200.0]), ("fused_mlp", 1, [100.0]))
-    document.floor = {64: Floor(40.0, [40.0])}
-    measured = ["speedup", "x floor", "GPU ms"]  # no GiB
-    assert headings(document) == ["tokens", "variant", "ms a step", *measured]
+    document = rounds(
+        vanilla_peft=[200, 202], vanilla_peft_again=[201, 201], fused_mlp=[100, 101],
+        full_unsloth=["oom"], liger_peft=[200, 202],
+    )  # fmt: skip
+    document.floor = {64: Floor(40.0, [40.0], tokens=2048)}
+    times = {"tokens": "64", "variant": "fused MLP", "ms a step": "100.5"}
+    measured = {"speedup": "2.00", "x floor": "2.51", "GPU ms": "97.5"}  # no GiB
+    _, _, mlp, unsloth, liger = rows_of(summary_table(document))
+    assert mlp == times | measured and liger["speedup"] == "1.00 (noise)"
+    assert [*unsloth.values()] == ["64", "full Unsloth", "oom", "", "", ""]
     document.experiment.padded = True
-    assert headings(document)[-1] == "tokens/s"
+    for cell in document.cells:
+        cell.peak_allocated_bytes = 3 * 2**29
+    padded = rows_of(summary_table(document))[2]
+    assert padded == times | measured | {"GiB": "1.5", "tokens/s": "20,378"}
     document.rehearsal = True
-    assert headings(document) == ["tokens", "variant", "ms a step"]
+    assert rows_of(summary_table(document))[2] == times
+    row = KernelRow("swiglu_forward", [16384, 11008], "bfloat16", median_us=281.24, bytes=1,
+                    gb_per_s=3847.1, copy_gb_per_s=4302.6, share_of_copy=0.894)  # fmt: skip
+    (kernel,) = rows_of(kernels_table(Kernels(4302.6, [row])))
+    assert [*kernel.values()] == ["swiglu_forward", "16384 x 11008", "281.2", "3847", "89%"]
 
 
 def test_a_row_of_the_summary_by_hand():
@@ -76,6 +95,36 @@ def test_a_row_of_the_summary_by_hand():
     baseline = row_of(document, "vanilla_peft")
     assert (baseline.speedup, baseline.speedup_ci95) == (1.0, None)
     assert baseline.ratio_to_floor == 5.25  # 210 ms over 40
+
+
+def test_every_round_has_the_floor_of_its_own_machine():
+    document = rounds(fused_mlp=[100, 150])
+    document.floor = {64: Floor(40.0, [40.0], ms_by_round={1: 40.0, 2: 50.0})}
+    assert row_of(document).ratio_to_floor == 2.75  # of 2.5 and 3
+
+
+def test_gpu_time_is_over_that_of_the_same_block():
+    document = rounds(**{"vanilla_peft": [200], "vanilla_peft" + WITHOUT: [120],
+                         "fused_mlp": [100], "fused_mlp" + WITHOUT: [60]})  # fmt: skip
+    for cell, ms in zip(document.cells, (150.0, 90.0, None, 40.0), strict=True):
+        cell.gpu_busy_ms = ms
+    rows = by_gpu_time(summarize(document))
+    assert [row.speedup for row in rows] == [1, 1, None, 2.25]
+    assert {(row.speedup_ci95, row.verdict) for row in rows} == {(None, None)}
+
+
+@pytest.mark.parametrize(("ms", "said"), [(160.0, ["22%"]), (250.0, ["22%"]), (192.0, [])])
+@pytest.mark.parametrize("block", ["", WITHOUT])
+def test_twins_that_disagree_say_how_many_steps_would_do(ms, said, block):
+    """1.25 is 4.574 times as far from 1 as 1.05 is, on a logarithmic scale. That takes 20.92 times
+    our 60 steps: 1255.03, and 1257 is the next that three rounds can share."""
+    twins = ("vanilla_peft", 200.0), ("vanilla_peft_again", ms)
+    document = cells(*((id + block, n, [one] * 20) for id, one in twins for n in (1, 2, 3)))
+    title = "vanilla PEFT, again" + (" without checkpointing" if block else "")
+    assert twins_too_far_apart(document) == [
+        f"At 64 tokens {title} came out {apart} away: within 5% takes about --steps 1257"
+        for apart in said
+    ]
 
 
 def test_a_graph_has_a_time_and_no_parts(tmp_path):

@@ -31,8 +31,6 @@ def delta_rule(net: nn.Module) -> tuple[Callable, str]:
     """Return the function for the recurrence of a gated delta net, and the reason if it is
     transformers' own."""
     function = getattr(sys.modules[type(net).__module__], NAME)
-    if torch.compiler.is_compiling():  # `fuse` has asked before
-        return _chosen.get(function, (function, ""))
     if function not in _chosen:
         _chosen[function] = _choose(function)
     return _chosen[function]

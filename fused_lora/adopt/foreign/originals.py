@@ -14,7 +14,6 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType
 from typing import Any
 
-import torch
 from torch import nn
 
 from .parallel import is_fsdp
@@ -23,16 +22,11 @@ from .parallel import is_fsdp
 def why_patched(cls: type, name: str = "forward") -> str | None:
     """Return the reason if a method of a class is not the one that its library defines, else
     None."""
-    # torch.compile would trace this check. Every call outside compiled code makes it.
-    if torch.compiler.is_compiling():
-        return None
     return _why_not_own_method(cls, name, getattr(cls, name))
 
 
 def why_replaced(module: str, *names: str) -> str | None:
     """Return the same for functions of a module, skipping those it does not have."""
-    if torch.compiler.is_compiling():
-        return None
     for name in names:
         found = getattr(sys.modules[module], name, None)
         if found is not None and (reason := why_not(found, module, name)) is not None:
@@ -42,7 +36,7 @@ def why_replaced(module: str, *names: str) -> str | None:
 
 def is_builtin(function: Any) -> bool:
     """Return True for a torch function that is not written in Python."""
-    return torch.compiler.is_compiling() or isinstance(function, BuiltinFunctionType)
+    return isinstance(function, BuiltinFunctionType)
 
 
 @cache

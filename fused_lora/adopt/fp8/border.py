@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...kernels.fp8_rows import E4M3, codes_and_scales
 from ...layer.buffer import WeightGroup
@@ -13,8 +13,6 @@ from ...layer.fp8.buffer import Fp8Buffer
 from ..borders import Border, Layout, Wanted, held_bias, layout_of, move_biases
 from ..foreign.parallel import is_dtensor
 from ..four_bit.reading import is_4bit
-from ..known import inner_norm
-from ..layer_reading import base_layers
 from ..own_memory import let_save
 from ..projection import Projection
 from ..sharded_weight import ShardedWeight
@@ -28,17 +26,15 @@ class Fp8Border(Border):
     checkpoint's codes (`checkpoint.py`) lasts until these move or change."""
 
     precision = " in FP8"
-    is_traced = False
 
     @staticmethod
-    def why_not(layer: Any) -> str | None:
-        weights = [base.weight for base in base_layers(layer)]
+    def why_not(weights: Sequence[Tensor], norm: Tensor) -> str | None:
         if any(map(is_dtensor, weights)):
             return "fully_shard shards its weights: leave fp8 out, or its layers unsharded"
         if any(isinstance(weight, ShardedWeight) for weight in weights):
             return "shard_base has sharded its weights: leave fp8 out, or shard_base"
         if any(weight.dtype == E4M3 for weight in weights):  # they do not show the model's dtype
-            weights.append(inner_norm(layer).weight)
+            weights = [*weights, norm]
         return next(filter(None, map(why_not_in_fp8, weights)), None)
 
     @staticmethod
