@@ -17,12 +17,13 @@ from msgspec.structs import replace
 
 import models
 from batches import Batch
-from bench import audit, interpreter, machine
+from bench import audit, machine
 from bench.evidence import functions_of, kinds_of_kernels, not_run
 from bench.plan import LEARNING_RATE, Plan
 from bench.profiler import Profile, profile_step
 from bench.ranks import Ranks
 from bench.records import Cell, GpuTimes, Parity
+from fused_lora.kernels import interpreter
 from models import Built
 from trainer import (
     KINDS_OF_MICRO_BATCHES,
@@ -51,7 +52,7 @@ def make_ready(variant: str, device: str) -> None:
         # it writes generated code there and imports it
         os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
         import unsloth  # noqa: F401  (it patches transformers and peft)
-    if recipe_of(variant).fp8:  # spares a memory set before each matmul: docs/fp8.md
+    if recipe_of(variant).fp8:  # spares a memory set before each matmul: fused_lora/docs/fp8.md
         os.environ.setdefault(models.CUBLASLT_WORKSPACE, "0")
 
 

@@ -12,7 +12,7 @@ from bench.profiler import Kinds, Profile
 from variants import BF16, NF4, Base, Lora, Recipe
 
 if TYPE_CHECKING:
-    from fused_lora.adopt.site import Evidence
+    from fused_lora.reading.site import Evidence
 
 HEAD_NORMS = ("q_norm: rms_norm", "k_norm: rms_norm")  # as `fuse` reports them
 EVERYWHERE = Lora()

@@ -223,7 +223,7 @@ def is_possible(precision: str, shape: Shape, device: str) -> bool:
     """Return True if matmuls of these sizes can be in a precision on this device."""
     if precision not in (FP8, FP8_LM_HEAD):
         return True
-    from fused_lora.adopt.fp8.weight import why_not_in_fp8
+    from fused_lora.weights.fp8_weight import why_not_in_fp8
 
     sizes = [shape.qkv, shape.hidden, shape.heads * shape.head_dim, shape.intermediate]
     sizes += [shape.vocabulary] if precision == FP8_LM_HEAD else []

@@ -1,6 +1,6 @@
 """Vanilla PEFT with FP8 matmuls in its base layers: the parity reference of FP8 variants.
 
-Plain PyTorch after docs/fp8.md, without anything of `fused_lora`. It multiplies in fp32, slowly,
+Plain PyTorch after fused_lora/docs/fp8.md, without anything of `fused_lora`. It multiplies in fp32, slowly,
 and is never timed.
 """
 

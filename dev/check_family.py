@@ -8,7 +8,7 @@ model and prints
     the kinds whose code we know, and the lines by which each other one differs from the nearest
     a row of adopt/families.py
     a row of tests/cases/families_case.py
-    a row of docs/support.md, as the tiny model answers
+    a row of fused_lora/docs/support.md, as the tiny model answers
     the tests to run with them
 
 Equal code is a strong hint, and no proof: read the forwards before you add the row. Its test
@@ -45,7 +45,7 @@ from cases import families_case as cases  # noqa: E402
 from cases.fused_case import step  # noqa: E402
 
 from fused_lora import Fusion, fuse, unfuse  # noqa: E402
-from fused_lora.adopt import families, known  # noqa: E402
+from fused_lora.reading import families, known  # noqa: E402
 
 ENDS = ("ForCausalLM", "ForConditionalGeneration")
 MOST_LINES = 24  # of a difference
@@ -310,7 +310,9 @@ def main(given: str) -> None:
         print(f"\ndocs/support.md, in the line of families that fuse completely:\n\n · {name}")
     else:
         print(f"\ndocs/support.md:\n\n| {name} | {' | '.join(outcomes)} |")
-    files = "tests/adopt/test_families.py tests/adopt/test_support_table.py"
+    files = (
+        "tests/fused_lora/reading/test_families.py tests/fused_lora/reading/test_support_table.py"
+    )
     print(f'\nThen run:\n\npython -m pytest {files} -k "{name} or lines"')
 
 

@@ -26,7 +26,16 @@ NOT_OWN = re.compile(f"{BLOCKS}|{TABLES}|{PICTURES_AND_TARGETS}", re.DOTALL | re
 
 
 def main() -> None:
-    command = ["git", "ls-files", "-co", "--exclude-standard", "*.py", "README.md", "docs/*.md"]
+    command = [
+        "git",
+        "ls-files",
+        "-co",
+        "--exclude-standard",
+        "*.py",
+        "README.md",
+        "docs/*.md",
+        "fused_lora/docs/*.md",
+    ]
     names = {*subprocess.check_output(command, cwd=ROOT, text=True).split()} - {"dev/words.py"}
     in_all, stiff = 0, Counter[str]()
     for name in sorted(name for name in names if (ROOT / name).is_file()):

@@ -12,7 +12,7 @@ Nothing is patched at import, nor on any class or library module.
 from .adopt.graphed_trainer import graph_steps
 from .adopt.shard_base import shard_base
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
-from .log_probs import log_probs
+from .loss.log_probs import log_probs
 from .packing import FilledRows, fill_row, pack
 from .step.graph import GraphedStep
 

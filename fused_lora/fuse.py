@@ -11,20 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adopt.borders import Border
-from .adopt.foreign import checkpointing
-from .adopt.foreign.checkpointing import layers_of
-from .adopt.foreign.forwards import remove_taker, take_back
-from .adopt.foreign.parallel import (
-    REGISTER,
-    REPLICATE,
-    between_forwards,
-    refuse_data_parallel,
-    reshard,
-)
-from .adopt.four_bit.reading import bytes_in_buffers
-from .adopt.layer_reading import why_not_weights
-from .adopt.own_memory import unborder
 from .adopt.report import (
     ASKED,
     NO_ADAPTERS,
@@ -35,10 +21,18 @@ from .adopt.report import (
     report_on,
 )
 from .adopt.setting import running_in, set_forwards
-from .adopt.site import Part
 from .adopt.switches import BORDERS, SWITCHES, switches_for
+from .foreign import checkpointing
+from .foreign.checkpointing import layers_of
+from .foreign.forwards import remove_taker, take_back
+from .foreign.parallel import REGISTER, REPLICATE, between_forwards, refuse_data_parallel, reshard
+from .forwards.layer_reading import why_not_weights
+from .reading.four_bit import bytes_in_buffers
+from .reading.site import Part
 from .step.checkpoint import POLICIES, Checkpoint
 from .telling import warn
+from .weights.borders import Border
+from .weights.own_memory import unborder
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The published files in docs/runs/, and the generated parts of README.md and docs/*.md."""
+"""The published files in docs/runs/, and the generated parts of README.md and pages."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def update_pages(root: Path, parts: dict[str, str]) -> list[Path]:
 
     Raises ValueError if a part has no place or several, or a place has no part.
     """
-    paths = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    folders = (root / "docs", root / "fused_lora" / "docs")
+    paths = [root / "README.md", *(page for one in folders for page in sorted(one.glob("*.md")))]
     texts = {path: path.read_bytes().decode() for path in paths}
     after = dict(texts)
     for name, part in parts.items():
@@ -139,7 +140,8 @@ def update_pages(root: Path, parts: dict[str, str]) -> list[Path]:
         text = after[places[0]] if len(places) == 1 else ""
         if not (text.count(begin) == text.count(end) == 1 and text.find(begin) < text.find(end)):
             raise ValueError(
-                f"README.md and docs/*.md want {begin} and then {end}, once among them: add them"
+                f"README.md and the pages in docs/ and fused_lora/docs/ want {begin} and then {end}, once "
+                "among them: add them"
             )
         head, tail = text.split(begin)[0], text.split(end)[1]
         after[places[0]] = f"{head}{begin}\n\n{part}\n\n{end}{tail}"

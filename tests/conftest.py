@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases.alone import turn
 
-from bench import interpreter
+from fused_lora.kernels import interpreter
 
 HAS_GPU = torch.cuda.is_available()
 IS_A_WORKER = "PYTEST_XDIST_WORKER" in os.environ
@@ -72,7 +72,7 @@ def shipped_tilings(turn_on_the_gpu, monkeypatch):
 def fp8_in_fp32(monkeypatch):
     """Allow FP8 layers in fp32 models on a GPU as well. They are exact, because their GEMMs are not
     those of `_scaled_mm`."""
-    from fused_lora.adopt.fp8 import weight as fp8_weight
+    from fused_lora.weights import fp8_weight as fp8_weight
 
     kinds = torch.bfloat16, torch.float32, torch.float64
     monkeypatch.setattr(fp8_weight, "FP8_DTYPES", kinds)

@@ -45,21 +45,22 @@ from cases.pairwise import pairwise
 from cases.reference import ADAPTER_NAMES, assert_within_budget, lora_mlp
 from torch import Tensor
 
-from fused_lora import causal_conv as conv_module
-from fused_lora import cross_entropy, gated_norm
-from fused_lora import rms_norm as norm_module
-from fused_lora import rope as rope_module
-from fused_lora.causal_conv import causal_conv
-from fused_lora.cross_entropy import linear_cross_entropy
-from fused_lora.gated_norm import gated_rms_norm
+from fused_lora.functions import causal_conv as conv_module
+from fused_lora.functions import gated_norm
+from fused_lora.functions import rms_norm as norm_module
+from fused_lora.functions import rope as rope_module
+from fused_lora.functions.causal_conv import causal_conv
+from fused_lora.functions.gated_norm import gated_rms_norm
+from fused_lora.functions.lora_attention import LoRA_Attention
+from fused_lora.functions.lora_experts import LoRA_Experts
+from fused_lora.functions.lora_group import LoRA_Group
+from fused_lora.functions.lora_linear import LoRA_QKV, LoRA_W
+from fused_lora.functions.rms_norm import add_rms_norm, rms_norm
+from fused_lora.functions.rope import rope
 from fused_lora.kernels.routed_rows import ClampedGate
-from fused_lora.log_probs import log_probs
-from fused_lora.lora_attention import LoRA_Attention
-from fused_lora.lora_experts import LoRA_Experts
-from fused_lora.lora_group import LoRA_Group
-from fused_lora.lora_linear import LoRA_QKV, LoRA_W
-from fused_lora.rms_norm import add_rms_norm, rms_norm
-from fused_lora.rope import rope
+from fused_lora.loss import cross_entropy
+from fused_lora.loss.cross_entropy import linear_cross_entropy
+from fused_lora.loss.log_probs import log_probs
 from fused_mlp import LoRA_MLP
 
 

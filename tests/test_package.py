@@ -44,7 +44,7 @@ def test_the_wheel_holds_the_two_packages_and_runs_outside_the_tree(tmp_path):
         names = set(files.namelist())
         files.extractall(site)
     code = {name for name in names if ".dist-info/" not in name}
-    assert {"fused_lora/py.typed", "fused_mlp/py.typed", "fused_lora/adopt/mlp.py"} <= code
+    assert {"fused_lora/py.typed", "fused_mlp/py.typed", "fused_lora/forwards/mlp.py"} <= code
     assert {name.split("/")[0] for name in code} == {"fused_lora", "fused_mlp"}
     command = [sys.executable, "-W", "ignore", "-c", USE_IT]
     ran = subprocess.run(

@@ -5,7 +5,7 @@ over the change in fp32.
 
 Vanilla PEFT trains adapters from B = 0 for a few steps at small learning rates, on chats and with
 DPO's loss on pairs. Every variant then runs forward in training mode on other chats, with B = 0 and
-with each of these adapters. It ends with the tables of docs/small_adapters.md.
+with each of these adapters. It ends with the tables of fused_lora/docs/small_adapters.md.
 """
 
 import argparse

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..causal_lm.documents import decoders
+from ..foreign import checkpointing
+from ..foreign.trl_head import is_flat_collator
+from ..forwards.layer import borders_of
 from ..packing import FilledRows
 from ..step.checkpoint import Checkpoint
 from ..step.flat_gradients import FlatGradients
 from ..step.graphed_module import GraphedModule
 from ..telling import warn
-from .documents import decoders
-from .foreign import checkpointing
-from .foreign.trl_head import is_flat_collator
-from .four_bit.parts import memories_of
-from .layer import borders_of
+from ..weights.four_bit_parts import memories_of
 
 
 def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":

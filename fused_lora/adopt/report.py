@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .borders import Border
-from .foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
-from .foreign.forwards import fused_parts_of
-from .layer import borders_of
-from .layer_reading import why_not_weights
-from .projection import BASE_IS_TRAINED, has_adapters
+from ..foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
+from ..foreign.forwards import fused_parts_of
+from ..forwards.layer import borders_of
+from ..forwards.layer_reading import why_not_weights
+from ..reading.projection import BASE_IS_TRAINED, has_adapters
+from ..weights.borders import Border
 from .switches import BORDERS, SWITCHES, switches_for
 
 # The parts that a module was set to run. Its forward no longer tells once it is replaced.

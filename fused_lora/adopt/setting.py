@@ -5,23 +5,23 @@ from typing import Any
 
 from torch import nn
 
-from .aside import keep_reported, share_told
-from .borders import Border
-from .documents import DOCUMENTS, decoder_forward, decoders
-from .foreign.forwards import (
+from ..causal_lm.documents import DOCUMENTS, decoder_forward, decoders
+from ..foreign.forwards import (
     HeadTaker,
     fused_parts_of,
     has_own_forward,
     remove_taker,
     why_not_own_forward,
 )
-from .foreign.parallel import let_shard
-from .four_bit.parts import memories_of, share_memories
-from .layer import BorderedForward, borders_of, give_borders
-from .mixer_layer import mixers
-from .own_memory import leave_buffers
+from ..foreign.parallel import let_shard
+from ..forwards.layer import BorderedForward, borders_of, give_borders
+from ..forwards.mixer_layer import mixers
+from ..reading.aside import keep_reported, share_told
+from ..reading.site import FusedForward, Site
+from ..weights.borders import Border
+from ..weights.four_bit_parts import memories_of, share_memories
+from ..weights.own_memory import leave_buffers
 from .report import PARTS_SET
-from .site import FusedForward, Site
 from .switches import BORDERS, SWITCHES, switches_for
 
 IN_LAYERS = {"mlp", "attention", "rope", "rms_norm", "layer"}

@@ -6,16 +6,16 @@ from torch import nn
 
 from fused_mlp.launching import DTYPES
 
+from ..foreign.parallel import is_in_fsdp, keep_from_ddp
+from ..forwards.layer import borders_of
+from ..forwards.layer_reading import read_groups
+from ..forwards.rms_norm import normed_layers
 from ..layer.shards import Shard
-from .default_border import DefaultBorder
-from .foreign.parallel import is_in_fsdp, keep_from_ddp
-from .layer import borders_of
-from .layer_reading import read_groups
-from .projection import has_adapters
-from .refusal import attempt
+from ..reading.projection import has_adapters
+from ..reading.refusal import attempt
+from ..weights.default_border import DefaultBorder
+from ..weights.sharded_weight import ShardedWeight
 from .report import NO_ADAPTERS
-from .rms_norm import normed_layers
-from .sharded_weight import ShardedWeight
 
 
 def shard_base(model: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:

@@ -6,11 +6,12 @@ The report lists them in this order. It has no other meaning.
 
 from functools import partial
 
-from . import attention, cross_entropy, delta_net, experts, layer, linear, mlp, rms_norm
-from .borders import Border
-from .four_bit.reading import why_not_norms
-from .fp8.border import Fp8Border
-from .site import Evidence, Part, Site
+from ..causal_lm import cross_entropy
+from ..forwards import attention, delta_net, experts, layer, linear, mlp, rms_norm
+from ..reading.four_bit import why_not_norms
+from ..reading.site import Evidence, Part, Site
+from ..weights.borders import Border
+from ..weights.fp8_border import Fp8Border
 
 # --- sites ----------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..causal_conv import Conv, causal_conv_backward, causal_conv_forward
-from ..gated_norm import gated_rms_norm_backward, gated_rms_norm_forward
+from ..functions.causal_conv import Conv, causal_conv_backward, causal_conv_forward
+from ..functions.gated_norm import gated_rms_norm_backward, gated_rms_norm_forward
 from ..kernels.documents import begins_of
 
 # A logarithm of a decay that leaves nothing: exp of it is 0 in fp32, below half the smallest number

@@ -1,1 +1,4 @@
-"""The whole step: CUDA graphs, checkpointing, recomputation and offload."""
+"""What happens to a whole step: CUDA graphs, checkpointing, recomputation, offload, several ranks.
+
+It takes any module, and knows nothing of PEFT or transformers.
+"""

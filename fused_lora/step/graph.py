@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.utils import clip_grad_norm_
 
-from ..label_check import LabelsSeen, raise_earlier
+from ..loss.label_check import LabelsSeen, raise_earlier
 from .capture import Cuda, copy_into, empty_buffers, noting
 from .checkpoint import Checkpoint, policies_in
 from .flat_gradients import FlatGradients, Shadow

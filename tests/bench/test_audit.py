@@ -17,7 +17,7 @@ from bench.profiler import Profile
 from bench.records import Floor
 from bench.runner import Runner
 from bench.stages import Stopwatch
-from fused_lora.adopt.site import Evidence
+from fused_lora.reading.site import Evidence
 from trainer import CudaClock, Timings, Trainer
 from variants import Lora, Recipe
 

@@ -6,7 +6,7 @@ A case is (x, adapters, frozen, grad_outputs): of one layer for LoRA_W, of three
 import torch
 from cases.reference import adapted_linear, masks_drawn, random
 
-from fused_lora.lora_linear import FrozenLinear, FrozenQKV
+from fused_lora.functions.lora_linear import FrozenLinear, FrozenQKV
 
 IN, OUT = 52, (71, 23, 37)  # multiples of nothing
 SCALINGS = (2.0, 0.5, 1.5)

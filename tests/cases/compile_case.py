@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from fused_lora import causal_conv, rope
+from fused_lora.functions import causal_conv, rope
 from fused_lora.kernels import (
     causal_attention,
     causal_attention_backward,
@@ -48,7 +48,7 @@ from fused_lora.kernels.logits import (
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
-from fused_lora.label_check import find_wrong_label
+from fused_lora.loss.label_check import find_wrong_label
 from fused_mlp.dropout import Mask, drop, keep_bits, kept_share
 from fused_mlp.geglu import geglu_backward, geglu_forward
 from fused_mlp.launching import launch_by_triton

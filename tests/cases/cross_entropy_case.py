@@ -16,7 +16,7 @@ from cases.reference import (
 )
 
 import fused_lora.kernels.logits as kernel_module
-from fused_lora.cross_entropy import linear_cross_entropy
+from fused_lora.loss.cross_entropy import linear_cross_entropy
 
 HIDDEN, VOCABULARY, TOKENS = 20, 139, (3, 7)
 NAMES = ("loss", "hidden", "weight", "bias")

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from cases.reference import adapted_linear, random, seeded
 
+from fused_lora.functions.lora_experts import FrozenExperts
 from fused_lora.kernels.routed_rows import SWIGLU
-from fused_lora.lora_experts import FrozenExperts
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 2, 40, 24
 NAMES = ("gate_up_A", "gate_up_B", "down_A", "down_B")

@@ -24,7 +24,7 @@ OUTPUT_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm",
                 "self_attn.q_norm", "self_attn.k_norm")  # fmt: skip
 AROUND = (*USUAL["rms_norm"], "pre_feedforward_layernorm", "post_feedforward_layernorm")
 GLM_NORMS = (*USUAL["rms_norm"], "post_self_attn_layernorm", "post_mlp_layernorm")
-PARTS = tuple(part for part in SWITCHES if part != "fp8_lm_head")  # docs/support.md's
+PARTS = tuple(part for part in SWITCHES if part != "fp8_lm_head")  # fused_lora/docs/support.md's
 OF_ATTENTION = ("LoRA_Attention", "LoRA_QKV", "LoRA_Group", "LoRA_W", "RoPE")
 ONE, APART = {"LoRA_Attention": 2}, {"LoRA_QKV": 2, "LoRA_W": 2, "RoPE": 2}
 TEXT = {
@@ -170,7 +170,7 @@ class Family:
 
 
 def outcome(model, part):
-    """Return how many of the part's modules run fused, as docs/support.md says it."""
+    """Return how many of the part's modules run fused, as fused_lora/docs/support.md says it."""
     try:
         found = fuse(model, Fusion(**{part: True}))
     except ValueError:

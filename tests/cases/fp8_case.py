@@ -10,11 +10,11 @@ from cases.reference import assert_near, over_draws, random, relative_error
 from peft import LoraConfig
 
 from fused_lora import Fusion, fuse
-from fused_lora.adopt.fp8.weight import Fp8Weight
 from fused_lora.kernels.fp8_rows import E4M3
 from fused_lora.layer.buffer import Buffer, ProductInput
 from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.layer.fp8.buffer import Codes, Fp8Buffer
+from fused_lora.weights.fp8_weight import Fp8Weight
 
 FP8 = Fusion(layer=True, fp8=True)
 CONFIG = {

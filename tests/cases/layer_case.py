@@ -9,9 +9,9 @@ from cases.peft_models import LAYERS, adapt, base_model
 from cases.reference import assert_within_budget, over_draws, random
 
 from fused_lora import Fusion
-from fused_lora.adopt import layer as adopted
-from fused_lora.adopt.known import inner_norm
+from fused_lora.forwards import layer as adopted
 from fused_lora.layer.decoder_layer import DecoderLayer
+from fused_lora.reading.known import inner_norm
 
 LAYER = Fusion(layer=True)
 EVERYTHING = Fusion(

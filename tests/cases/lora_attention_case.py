@@ -9,9 +9,9 @@ from cases.attention_case import adapted, with_trained
 from cases.reference import masks_drawn, random
 from cases.rms_norm_case import eager_rms_norm
 
+from fused_lora.functions.lora_attention import FrozenAttention
+from fused_lora.functions.lora_linear import FrozenLinear, FrozenQKV
 from fused_lora.kernels.head_norms import HeadNorms
-from fused_lora.lora_attention import FrozenAttention
-from fused_lora.lora_linear import FrozenLinear, FrozenQKV
 
 IN, OUT = 52, 44  # not multiples of a tile
 NAMES = ["q_A", "q_B", "k_A", "k_B", "v_A", "v_B", "o_A", "o_B"]

@@ -16,10 +16,10 @@ from cases import (
 from cases.reference import ADAPTER_NAMES, random
 from torch import Tensor
 
-from fused_lora.causal_conv import Conv
+from fused_lora.functions.causal_conv import Conv
+from fused_lora.functions.lora_group import FrozenGroup
+from fused_lora.functions.rms_norm import rms_norm
 from fused_lora.kernels.routed_rows import SWIGLU
-from fused_lora.lora_group import FrozenGroup
-from fused_lora.rms_norm import rms_norm
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OF_QKV_DROPOUT = ("q_dropout", "k_dropout", "v_dropout")

@@ -1,5 +1,5 @@
 """Triton's interpreter with less Python around every operation: the same bits in a seventh to a
-quarter less time. (bench.interpreter has the patches that a rehearsal of the benchmark shares.)"""
+quarter less time. (fused_lora.kernels.interpreter has the patches that a rehearsal of the benchmark shares.)"""
 
 import numpy as np
 import triton.language as tl
@@ -11,7 +11,7 @@ common_sizes: dict[tuple[int, int], list[int]] = {}  # by the ids of two shapes:
 
 
 def make_quick():
-    """Patch Triton's interpreter for the rest of the process. bench.interpreter has to come first:
+    """Patch Triton's interpreter for the rest of the process. fused_lora.kernels.interpreter has to come first:
     it leaves triton.language patched and makes equal shapes the same object."""
     TritonSemantic.binary_op_type_checking_impl = convert_operands
     # the interpreter checks each integer operation for overflow, but only debug mode looks at that

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from cases.reference import random
 
-from fused_lora.rms_norm import rms_norm
+from fused_lora.functions.rms_norm import rms_norm
 
 EPS = 1e-6
 

@@ -38,7 +38,8 @@ def runs():
 
 def test_the_generated_parts_are_those_of_the_data(tmp_path, runs):
     parts = committed.generated_parts(runs[0])
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("runs"))
+    for docs in ("docs", "fused_lora/docs"):
+        shutil.copytree(ROOT / docs, tmp_path / docs, ignore=shutil.ignore_patterns("runs"))
     shutil.copy(ROOT / "README.md", tmp_path)
     assert committed.update_pages(tmp_path, parts) == []
 

@@ -1,1 +1,0 @@
-"""Clever dealings with other people's code. Each file begins with its reason."""

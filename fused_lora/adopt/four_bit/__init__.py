@@ -1,1 +1,0 @@
-"""Base layers in 4 bits, as bitsandbytes has them."""

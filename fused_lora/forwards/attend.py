@@ -1,0 +1,181 @@
+"""Attention between its projections, as the class computes it: norms, RoPE and the attention
+function that the model has chosen."""
+
+import sys
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..foreign.versions import IS_NAMED_CACHE
+from ..functions.rope import rope
+from ..kernels.documents import is_documents, mask_of_documents
+from ..reading.aside import say_once
+from ..reading.known import known_form
+from ..reading.projection import CAST
+
+
+def rotates(attention: nn.Module) -> bool:
+    form = known_form(attention, "Attention")
+    if form is None or not form.rotates:
+        return True
+    return attrgetter(form.rotates)(attention) in (True, "rope")
+
+
+def dropout_of(attention: nn.Module) -> float:
+    """Return the dropout of attention's scores, which some classes do not have."""
+    return getattr(attention, "attention_dropout", 0.0)
+
+
+def why_not_rotated(dtype: torch.dtype | None) -> str | None:
+    # Refuse no other dtype: that of a quantised weight's storage says nothing.
+    return f"its weights are {dtype}: {CAST}" if dtype is torch.float64 else None
+
+
+def has_sinks(attention: nn.Module) -> bool:
+    form = known_form(attention, "Attention")
+    return form is not None and bool(form.sinks)
+
+
+def window_of(attention: Any) -> int | None:
+    """Return how many tokens each sees, itself the last, as transformers' mask for this attention
+    has it. None: all up to itself."""
+    path = dict(known_form(attention, "Attention").passes).get("sliding_window")
+    if path is None:  # it may have one, as in Qwen2-MoE, that only the mask knows
+        return getattr(attention, "sliding_window", None)
+    return attrgetter(path)(attention)
+
+
+def window_beside(attention: Any, mask: Any) -> int | None:
+    """Return the window of an attention that its documents do not imply. None: any other mask has
+    it, or their rows are shorter."""
+    if not (isinstance(mask, Tensor) and is_documents(mask)):
+        return None
+    window = window_of(attention)
+    return None if window is None or window >= mask.shape[3] else window
+
+
+def mask_for_attention(attention: Any, mask: Any, dtype: torch.dtype) -> Any:
+    """Return a mask that transformers' attention accepts. Documents are converted: with sinks to
+    what the eager attention adds to its scores, in this dtype."""
+    if not (isinstance(mask, Tensor) and is_documents(mask)):
+        return mask
+    seen = mask_of_documents(mask, window_beside(attention, mask))
+    if not has_sinks(attention):
+        return seen
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def full_angles(attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin for both halves of what is rotated, as our kernels take them."""
+    if not known_form(attention, "Attention").shares_angles:
+        return cos, sin
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+def attend(
+    attention: Any,
+    parts: frozenset[str],
+    qkv: Sequence[Tensor],
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values,
+    **options,
+):
+    """Attend as the class does. qkv are [batch, positions, out of q_proj] and so on; v, or k and v,
+    may be missing where the form shares them."""
+    form, shared = known_form(attention, "Attention"), options.pop("shared_kv_states", None)
+    by_token = qkv[0].shape[:2]
+    q_norm: Any
+    k_norm: Any
+    q_norm, k_norm = (getattr(attention, name, None) for name in form.norm_names)
+    if form.norms == "features":
+        qkv = q_norm(qkv[0]), k_norm(qkv[1]), qkv[2]
+    q, *kv = (one.unflatten(2, (-1, attention.head_dim)) for one in qkv)
+    gate: Tensor | None = None
+    k: Any = None
+    v: Any = None
+    if form.has_gate:  # each head's q, then its gate
+        q, gate = q.unflatten(2, (-1, 2)).unbind(3)
+    if form.norms == "heads":
+        q = q_norm(q)
+    q = q.transpose(1, 2)
+    if kv:  # v may be k, as it was before its norm
+        k, v = kv[0], kv[-1]
+        k = k_norm(k) if form.norms == "heads" else k
+        v = attention.v_norm(v) if "v_norm" in attention._modules else v
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if rotates(attention):
+        q, k = _rotated(attention, parts, q, k, *position_embeddings)
+    if k is None:
+        k, v = (one.to(q.device) for one in shared[attention.layer_type])
+        past_key_values = None  # it has them already
+    if (scale := q_scale_of(attention, options)) is not None:
+        q = q * scale[:, None, :, None].to(q.dtype)
+    if past_key_values is not None:
+        # a paged cache changes some of these options for the attention below
+        given = {"kwargs": options} if IS_NAMED_CACHE else {}
+        k, v = past_key_values.update(k, v, attention.layer_idx, **given)
+    if form.shares_kv and attention.store_full_length_kv:
+        shared[attention.layer_type] = k, v
+    config = attention.config
+    for option, path in form.passes:
+        options[option] = attrgetter(path)(attention)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(
+        config._attn_implementation, _module_function(attention, "eager_attention_forward")
+    )
+    attended, weights = function(
+        attention,
+        q,
+        k,
+        v,
+        attention_mask,
+        dropout=dropout_of(attention) if attention.training else 0.0,
+        scaling=attention.scaling,
+        **options,
+    )
+    attended = attended.reshape(*by_token, -1).contiguous()
+    if gate is not None:
+        attended = attended * torch.sigmoid(gate.flatten(2))
+    return getattr(attention, form.output)(attended), weights
+
+
+def _rotated(
+    attention: Any, parts: frozenset[str], q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate q, and k if it is there, fused if asked for and possible."""
+    form = known_form(attention, "Attention")
+    reason = why_not_rotated(q.dtype) if "rope" in parts else None
+    if "rope" in parts and reason is None:
+        cos, sin = full_angles(attention, cos, sin)
+        rotated = rope(q, q[:, :0] if k is None else k, cos, sin, form.interleaved)
+        return rotated if k is not None else (rotated[0], None)
+    if reason is not None:
+        say_once(attention, reason)
+    rotate = _module_function(attention, "apply_rotary_pos_emb")
+    if not form.shares_kv:
+        return rotate(q, k, cos, sin)
+    return rotate(q, cos, sin), None if k is None else rotate(k, cos, sin)
+
+
+def q_scale_of(attention: Any, options: dict) -> Tensor | None:
+    """Return what q is multiplied by after RoPE, [batch or 1, positions] in fp32, None for 1.
+
+    options: of a call of the attention or its layer, position_ids among them.
+    """
+    if not known_form(attention, "Attention").scales_q:
+        return None
+    parameters = attention.config.rope_parameters
+    scale = _module_function(attention, "get_llama_4_attn_scale")(
+        options["position_ids"], parameters.get("llama_4_scaling_beta"),
+        parameters.get("original_max_position_embeddings"),
+    )  # fmt: skip
+    return scale[:, 0, :, 0]
+
+
+def _module_function(attention: nn.Module, name: str) -> Callable:
+    """Return a function by name from the module of the attention's class."""
+    return getattr(sys.modules[type(attention).__module__], name)

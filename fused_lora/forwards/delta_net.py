@@ -1,0 +1,232 @@
+"""A gated delta net: the forward that the switch `attention` sets, and what a layer that runs whole
+needs of it. The recurrence stays that of the library that transformers has chosen.
+
+Rows that hold documents need nothing of that library: the convolution takes their bounds, and the
+recurrence forgets everything at a document's first token (`layer/mixer_ends.py`)."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..foreign.delta_rule import delta_rule
+from ..foreign.versions import CACHE, CONVOLUTION, RULE_REPEATS_HEADS, STATES, class_forward
+from ..functions.causal_conv import Conv, causal_conv
+from ..functions.lora_group import FrozenGroup, LoRA_Group
+from ..layer.mixer_ends import DeltaNetEnds, decay_of
+from ..reading.aside import say_left, say_once, step_aside
+from ..reading.families import FORMS
+from ..reading.forms import DeltaNetForm
+from ..reading.known import known_form, why_not_class
+from ..reading.projection import Projection, seed_for, why_call
+from ..reading.refusal import attempt, refuse, refuse_documents
+from ..reading.site import having
+from ..weights.four_bit_parts import why_not_input, written
+from .attention import NO_CACHE_IN_TRAINING
+from .linear import (
+    Reads,
+    frozen_linear,
+    read_projections,
+    run_alone,
+    tensors_of,
+)
+from .rms_norm import read_gated_norm
+from .short_conv import why_not_conv
+
+# what else a collator says about documents, for a library's kernels
+BOUNDS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
+# the tensors beside its projections' that the functions of a layer do not train
+UNTRAINED = "norm.weight", "conv1d.weight", "conv1d.bias", "A_log", "dt_bias"
+
+
+def delta_nets(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for form in set(FORMS["GatedDeltaNet"].values()):
+        yield from having(*form.projections, "conv1d", "norm", form.output)(model)
+
+
+def in_projections(net: nn.Module) -> tuple[str, ...]:
+    """Return the names of a gated delta net's in-projections; of an unknown class, Qwen3.5's."""
+    return (known_form(net, "GatedDeltaNet") or DeltaNetForm()).projections
+
+
+class DeltaNetRead(NamedTuple):
+    """A gated delta net as it is now: its in-projections, the function for its recurrence, why that
+    is not a fast library's, and why its convolution does not run fused."""
+
+    reads: Reads
+    rule: Callable
+    why_slow: str
+    why_not_conv: str
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Return the units that run neither fused nor on a library's kernels, and why."""
+        others = {"recurrence": self.why_slow, "conv1d": self.why_not_conv}
+        return self.reads.left | {name: reason for name, reason in others.items() if reason}
+
+
+def read_delta_net(net: Any) -> DeltaNetRead:
+    """Return the parts of a gated delta net as they are now."""
+    refuse(_why_not_itself(net))
+    reads = read_projections(net, in_projections(net))
+    return DeltaNetRead(reads, *delta_rule(net), _why_not_conv(net) or "")
+
+
+def _why_not_itself(net: Any) -> str | None:
+    if reason := why_not_class(net, "GatedDeltaNet"):
+        return reason
+    reason = why_call(net.conv1d)
+    return None if reason is None else f"conv1d: {reason}"
+
+
+def _why_not_conv(net: Any) -> str | None:
+    """Return the reason if the convolution does not run fused."""
+    if net.activation != "silu":
+        return f"its activation is {net.activation}, not silu"
+    return why_not_conv(net.conv1d, type(net))
+
+
+def why_net_mixes(net: Any) -> str | None:
+    """Return the reason if the documents of its rows cannot be kept apart."""
+    return _why_not_itself(net) or _why_not_conv(net)
+
+
+def delta_net_forward(
+    net: Any,
+    parts: frozenset[str],
+    hidden_states: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    **options,
+):
+    """Run the class's forward with fused in-projections; its norm and out_proj may have forwards of
+    ours. A call with a cache, which it fills, runs unfused.
+
+    seq_idx: each token's document, [batch, positions]. parts: without "attention", rows that hold
+    documents are all that does not run as the class does.
+    """
+    given = {"attention_mask": attention_mask, "seq_idx": seq_idx, **options}
+    states = [options.pop(name, None) for name in {CACHE, STATES}]
+    has_states = any(one is not None for one in states)
+    if has_states and not torch.is_grad_enabled():  # inference may use anything
+        return class_forward(net, hidden_states, **given)
+    read, reason = None, ""
+    if "attention" in parts:
+        read, reason = attempt(read_delta_net, net)
+        if reason := (
+            (NO_CACHE_IN_TRAINING if has_states else "")
+            or reason
+            or why_not_input(hidden_states, read.reads.fit)
+        ):
+            read = None
+    if read is None and (has_states or seq_idx is None):
+        if not reason:  # not asked for
+            return class_forward(net, hidden_states, **given)
+        return step_aside(net, reason, hidden_states, **given)
+    say_left(net, {} if read is None else read.left)
+    if reason:
+        say_once(net, reason)
+    if seq_idx is not None:
+        refuse_documents(net, why_net_mixes(net))
+    named = vars(sys.modules[type(net).__module__])
+    x = named["apply_mask_to_padding_states"](hidden_states, attention_mask)
+    mixed, z, b, a = _run_in(net, None if read is None else read.reads, x)
+    if read is not None and read.why_not_conv:
+        mixed = named[CONVOLUTION](
+            mixed.transpose(1, 2), net.conv1d.weight.squeeze(1), net.conv1d.bias,
+            activation=net.activation, **options,
+        ).transpose(1, 2)  # fmt: skip
+        q, k, v = mixed.split(qkv_sizes(net), -1)
+    else:
+        q, k, v = _convolve(net, mixed, seq_idx)
+    decay = decay_of(net.A_log, a, net.dt_bias, seq_idx)
+    rule, _ = delta_rule(net)
+    found = run_rule(net, rule, (q, k, v), decay, b.sigmoid(), **options)
+    rows = found.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)
+    return net.out_proj(net.norm(*rows).reshape(*hidden_states.shape[:-1], -1))
+
+
+def run_rule(
+    net: Any, rule: Callable, qkv: tuple[Tensor, ...], decay: Tensor, beta: Tensor, **options
+) -> Tensor:
+    """Run the recurrence on q, k and v [batch, positions, features]. Return what it found, [batch,
+    positions, heads, head_dim]."""
+    sizes = net.head_k_dim, net.head_k_dim, net.head_v_dim
+    q, k, v = (one.unflatten(-1, (-1, size)) for one, size in zip(qkv, sizes, strict=True))
+    options = {name: one for name, one in options.items() if name not in BOUNDS}
+    if RULE_REPEATS_HEADS and (times := net.num_v_heads // net.num_k_heads) > 1:
+        q, k = (one.repeat_interleave(times, dim=2) for one in (q, k))
+    found, _ = rule(
+        q, k, v, g=decay, beta=beta, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=True, **options,
+    )  # fmt: skip
+    return found
+
+
+def _convolve(net: Any, mixed: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, ...]:
+    conv = Conv(qkv_sizes(net), seq_idx=seq_idx)
+    return causal_conv(mixed, net.conv1d.weight.squeeze(1), net.conv1d.bias, conv)
+
+
+def qkv_sizes(net: Any) -> tuple[int, int, int]:
+    return net.key_dim, net.key_dim, net.value_dim
+
+
+def _run_in(net: Any, reads: Reads | None, x: Tensor) -> tuple[Tensor, ...]:
+    """Return [q | k | v], z, b and a. Run the in-projections as one function, or each by itself if
+    some cannot be fused, or none is read."""
+    projections = [getattr(net, name) for name in in_projections(net)]
+    if reads is None:
+        found = tuple(projection(x) for projection in projections)
+    elif reads.left:
+        found = tuple(run_alone(net, projection, x) for projection in projections)
+    else:
+        found = _run_together(net, reads.fit, x)
+    if len(found) == 4:
+        return found
+    q, k, v, z, b, a = net.fix_query_key_value_ordering(*found)
+    return torch.cat([one.flatten(2) for one in (q, k, v)], -1), z.flatten(2), b, a
+
+
+def _run_together(net: nn.Module, reads: list[Projection], x: Tensor) -> tuple[Tensor, ...]:
+    found, write_again = written(net, reads)
+    layers = tuple(map(frozen_linear, found))
+    frozen = FrozenGroup(layers, seed_for(x, *(one.dropout for one in found)), write_again)
+    return LoRA_Group.apply(x, *tensors_of(found), frozen)
+
+
+# --- in a layer that runs whole -------------------------------------------------------------------
+
+
+def why_not_net(net: Any) -> str | None:
+    """Return the reason if a gated delta net cannot be between the functions of a layer."""
+    if reason := why_call(net.conv1d) or _why_not_conv(net):
+        return f"conv1d: {reason}"
+    _, reason = attempt(read_gated_norm, net.norm)
+    if reason := reason or why_call(net.norm, own_forward=False):
+        return f"norm: {reason}"
+    return None
+
+
+def why_slow_rule(net: Any) -> str:
+    return delta_rule(net)[1]
+
+
+def net_ends(net: Any, seq_idx: Tensor | None) -> DeltaNetEnds:
+    eps = getattr(net.norm, known_form(net.norm, "RMSNormGated").eps)
+    return DeltaNetEnds(
+        net.conv1d.weight.squeeze(1), net.conv1d.bias, net.A_log, net.dt_bias, net.norm.weight,
+        eps, qkv_sizes(net), seq_idx,
+    )  # fmt: skip
+
+
+def run_net(
+    net: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, *,
+    seq_idx: Tensor | None = None, **options,
+) -> Tensor:  # fmt: skip
+    """Run the recurrence, whose decay knows the documents."""
+    rule, _ = delta_rule(net)
+    return run_rule(net, rule, (q, k, v), decay, beta, **options)

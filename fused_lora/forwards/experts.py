@@ -1,0 +1,165 @@
+"""The switch `mlp` for a mixture: the forward it sets on its experts.
+
+PEFT wraps experts once for each of their parameters in target_parameters, one wrapper around the
+other. We set the forward of the outermost one, or of experts without adapters. PEFT's layout of an
+adapter for E experts: A is [E r, in], expert by expert, and B is [out, r E], with the experts of
+each rank side by side.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+from transformers.integrations import moe
+
+from fused_mlp.utils import compute_dtype
+
+from ..foreign.forwards import why_not_own_forward
+from ..foreign.originals import why_not, why_patched
+from ..functions.lora_experts import FrozenExperts, LoRA_Experts, why_not_sizes
+from ..kernels.routed_rows import SWIGLU, ClampedGate
+from ..reading.aside import step_aside
+from ..reading.forms import ExpertsForm
+from ..reading.known import known_form, why_not_class
+from ..reading.projection import BASE_IS_TRAINED, active_adapter, why_call, why_not_plain
+from ..reading.refusal import Refusal, attempt, refuse
+from ..rerun import saving_last
+from .mlp import why_not_one_of
+
+PARAMETERS = ("gate_up_proj", "down_proj")
+# transformers' class of experts that stay packed in 4 bits, on the kernels of its hub
+PACKED = "Mxfp4GptOssExperts"
+NOT_TRAINED = (
+    "its experts in MXFP4 pass no gradients on: load the model with Mxfp4Config(dequantize=True)"
+)
+# The functions of transformers that compute what the class's forward does, each in its own order.
+IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
+
+
+class AdaptedParameter(NamedTuple):
+    """A parameter of experts as it is now: its weight [experts, out, in] and bias [experts, out],
+    and its adapter's A [experts, r, in] and B [experts, out, r], None if none is active."""
+
+    weight: Tensor
+    bias: Tensor | None
+    A: Tensor | None = None
+    B: Tensor | None = None
+    scaling: float = 0.0
+
+
+class ReadExperts(NamedTuple):
+    gate_up: AdaptedParameter
+    down: AdaptedParameter
+    gate: ClampedGate
+
+
+def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield experts, or the outermost wrapper of those with adapters."""
+    for name, module in model.named_modules():
+        if name.endswith(".base_layer"):  # of a wrapper
+            continue
+        base: Any = module.get_base_layer() if isinstance(module, ParamWrapper) else module
+        is_wrapped = base is not module and "down_proj" in base._parameters
+        if is_wrapped or known_form(base, "Experts") or type(base).__name__ == PACKED:
+            yield name, module
+
+
+def read_experts(outermost: Any) -> ReadExperts:
+    """Return experts as they are now."""
+    refuse(why_not_own_forward(outermost))
+    adapters: dict[str, tuple] = {}
+    module = outermost
+    while type(module) is ParamWrapper:
+        refuse(why_call(module, own_forward=module is not outermost))
+        name = module.parameter_name
+        if name not in PARAMETERS or name in adapters:
+            raise Refusal(f"its adapter of {name} is not the only one of {' or '.join(PARAMETERS)}")
+        adapters[name] = _adapter_of(module)
+        module = module.base_layer
+    base: Any = module
+    refuse(NOT_TRAINED if type(base).__name__ == PACKED else None)
+    refuse(why_not_class(base, "Experts") or why_call(base, own_forward=base is not outermost))
+    refuse(_why_not_gate(base, known_form(base, "Experts")))
+    implementation = getattr(base.config, "_experts_implementation", None)
+    if implementation not in IMPLEMENTATIONS:
+        raise Refusal(
+            f"its experts are {implementation}'s: call "
+            "model.set_experts_implementation('grouped_mm')"
+        )
+    if getattr(base, "_is_expert_parallel", False):
+        raise Refusal(
+            "its experts are spread over ranks: load the model without expert parallelism"
+        )
+    is_clamped = known_form(base, "Experts").is_clamped
+    gate = ClampedGate(base.alpha, base.limit) if is_clamped else SWIGLU
+    parameters = []
+    for name in PARAMETERS:
+        weight, bias = getattr(base, name), getattr(base, f"{name}_bias") if is_clamped else None
+        for tensor in (weight, *([] if bias is None else [bias])):
+            if (reason := why_not_plain(base, tensor)) is not None:
+                raise Refusal(f"{name}: its base weight {reason}")
+            refuse(BASE_IS_TRAINED if tensor.requires_grad else None)
+        if weight.ndim != 3:
+            raise Refusal(f"{name} is {list(weight.shape)} now, not [experts, out, in]")
+        refuse(why_not_sizes(*weight.shape[1:]))
+        weight = weight.mT if is_clamped else weight
+        parameters.append(AdaptedParameter(weight, bias, *adapters.get(name, ())))
+    gate_up, down = parameters
+    return ReadExperts(gate_up, down, gate)
+
+
+def _adapter_of(wrapper: Any) -> tuple:
+    """Return A, B and scaling of a wrapper's active adapter by expert, () if it has none."""
+    if wrapper.merged:
+        raise Refusal("adapters are merged into the weight: unmerge_adapter() takes them out")
+    adapter = None if wrapper.disable_adapters else active_adapter(wrapper)
+    if adapter is None or adapter not in wrapper.lora_A:
+        return ()
+    scaling = wrapper.scaling[adapter]
+    if isinstance(scaling, Tensor):
+        raise Refusal("its scaling is a tensor: hotswap_adapter works without it")
+    A, B = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    count = wrapper.num_experts
+    by_expert = A.view(count, -1, A.shape[1]), B.view(len(B), -1, count).permute(2, 0, 1)
+    return *by_expert, float(scaling)
+
+
+def _why_not_gate(base: Any, form: ExpertsForm) -> str | None:
+    """Return the reason if the experts apply their gate in another way than their form says."""
+    if form.is_clamped:
+        return why_patched(type(base), "_apply_gate")
+    return why_not(type(base)._apply_gate, moe.__name__, "_default_apply_gate") or why_not_one_of(
+        ("silu",), base, form.activation
+    )
+
+
+def _why_not_dtype(x: Tensor, read: ReadExperts) -> str:
+    dtype = compute_dtype(x)
+    for one in read[:2]:
+        if one.weight.dtype != dtype:
+            return f"its weights are {one.weight.dtype}, computation {dtype}: give both one dtype"
+    return ""
+
+
+def experts_forward(wrapper: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
+    read, reason = attempt(read_experts, wrapper)
+    if len(rest) != 2 or options:
+        reason = "it was given something else than tokens, their experts and routing weights"
+    if reason := reason or _why_not_dtype(x, read):
+        return step_aside(wrapper, reason, x, *rest, **options)
+    chosen, weights = rest
+    both, down, gate = read
+    frozen = FrozenExperts(
+        both.weight, down.weight, both.scaling, down.scaling, gate, both.bias, down.bias
+    )
+
+    def run(output_needed: bool) -> Tensor:
+        now = frozen._replace(output_needed=output_needed)
+        return LoRA_Experts.apply(x, weights, both.A, both.B, down.A, down.B, chosen, now)
+
+    return saving_last(run).to(x.dtype)
+
+
+def parameters_of(wrapper: nn.Module) -> tuple[str, ...]:
+    return PARAMETERS

@@ -1,0 +1,101 @@
+"""A single projection, run as LoRA_W: attention's o, or one of a group (an MLP's, or those that
+share an input) in which another cannot run fused."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..foreign.forwards import why_not_own_forward
+from ..functions.lora_linear import FrozenLinear, LoRA_W
+from ..reading.aside import step_aside, why_unloaded
+from ..reading.projection import (
+    Projection,
+    bias_of,
+    frozen_bias,
+    read_projection,
+    seed_for,
+    trains_bias,
+)
+from ..reading.refusal import Refusal, attempt, refuse
+from ..weights.four_bit_parts import why_not_input, written
+
+
+class Reads(NamedTuple):
+    """Projections of one module as they are now.
+
+    fit: those that can run fused, in order. All run together, or else each by itself.
+    left: why the others cannot, by name.
+    """
+
+    fit: list[Projection]
+    left: dict[str, str]
+
+    @property
+    def are_all(self) -> bool:
+        return bool(self.fit) and not self.left
+
+
+def read_projections(module: Any, names: Sequence[str]) -> Reads:
+    """Return these projections of a module as they are now.
+
+    If some cannot run fused, at least one of the others has an adapter; otherwise this raises a
+    Refusal.
+    """
+    reads = Reads([], {})
+    for name in names:
+        read, reason = attempt(read_projection, getattr(module, name))
+        if reason:
+            reads.left[name] = reason
+        else:
+            reads.fit.append(read)
+    if reads.left and not any(len(one.A) for one in reads.fit):
+        raise Refusal(": ".join(next(iter(reads.left.items()))))
+    if not reads.left:
+        refuse(why_unloaded(module, reads.fit))
+    return reads
+
+
+def tensors_of(reads: Sequence[Projection]) -> list[Tensor | None]:
+    """Return the operands that a function of these projections differentiates: each one's A and B,
+    then the biases of all if any is trained."""
+    adapters = [tensor for one in reads for tensor in (one.A, one.B)]
+    biases = [bias_of(one) for one in reads] if any(map(trains_bias, reads)) else []
+    return [*adapters, *biases]
+
+
+def frozen_linear(read: Projection) -> FrozenLinear:
+    return FrozenLinear(read.weight, frozen_bias(read), read.scaling, read.dropout)
+
+
+def run_alone(module: nn.Module, projection: nn.Module, x: Tensor) -> Tensor:
+    """Run a projection of a module as LoRA_W, or PEFT's way if it cannot be fused or has no
+    adapter."""
+    read, reason = attempt(read_projection, projection)
+    if reason or not len(read.A) or why_not_input(x, [read]):
+        return projection(x)
+    return _lora_w(module, [read], x)
+
+
+def _lora_w(module: nn.Module, reads: list[Projection], x: Tensor) -> Tensor:
+    (read,), write_again = written(module, reads)
+    seed = seed_for(x, read.dropout)
+    frozen = frozen_linear(read)._replace(seed=seed, write_again=write_again)
+    return LoRA_W.apply(x, *tensors_of([read]), frozen)
+
+
+# --- attention's o --------------------------------------------------------------------------------
+
+
+def read_output(projection: nn.Module) -> Projection:
+    refuse(why_not_own_forward(projection))
+    return read_projection(projection, own_forward=False)
+
+
+def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
+    read, reason = attempt(read_output, projection)
+    if rest or options:
+        reason = "it was given more than its input"
+    if reason := reason or why_not_input(x, [read]):
+        return step_aside(projection, reason, x, *rest, **options)
+    return _lora_w(projection, [read], x)

@@ -1,0 +1,204 @@
+"""Sites: the kinds of module whose forward a fused part replaces, and the forward that we set.
+
+We find sites by class: we know that these compute what the fused code computes and nothing else
+(`known.py`). We read a module in every forward, so disabled, merged or switched adapters, hooks and
+the like behave as they do without fusion. If reading refuses, the module steps aside (`aside.py`):
+it runs its class's forward, and warns once.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fused_mlp.launching import is_interpreted
+from fused_mlp.swiglu import _swiglu_forward_kernel
+
+from ..foreign.forwards import BOUND_TO_THE_MODEL, Owner
+from ..foreign.versions import (
+    NO_CACHE,
+    as_ours,
+    is_checkpointed,
+    is_checkpointed_by_forward,
+    without_checkpointing,
+)
+from .aside import step_aside
+from .refusal import reason_of
+
+# False in Triton's interpreter, which runs kernels on the CPU.
+KERNELS_WANT_A_GPU = not is_interpreted(_swiglu_forward_kernel)
+ON_CPU = (
+    "its weights are on the CPU, where no kernel runs: it runs fused once the model is on a GPU"
+)
+
+
+class Site(NamedTuple):
+    """One kind of module that a part runs fused.
+
+    candidates: the modules of a model that the part may apply to, with their names.
+    read: reads one as it is now, or raises a Refusal.
+    why_not_there: the reason if other modules of the model keep the one of this name from running
+        fused.
+    forward: the forward to set; called with the module and the set of parts that it runs.
+    gives_way_to: a part whose forward is set instead if the module also runs that one.
+    is_listed: whether the report lists it. False if another site lists its modules.
+    units: the names of the units that the report counts in such a module; "": itself.
+    left: the units, given the result of `read`, that do not run fused: name -> reason.
+    """
+
+    candidates: Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]
+    read: Callable[[Any], Any]
+    forward: Callable[..., Any]
+    gives_way_to: str = ""
+    is_listed: bool = True
+    units: Callable[[nn.Module], Collection[str]] = lambda module: ("",)
+    left: Callable[[Any], dict[str, str]] = lambda read: {}
+    why_not_there: Callable[[nn.Module, str], str | None] = lambda model, name: None
+
+    def why_not(self, model: nn.Module, name: str) -> str | None:
+        """Return the reason for leaving a model's module, as it is now, to its class's forward."""
+        return reason_of(self.read, model.get_submodule(name)) or self.why_not_there(model, name)
+
+    def why_not_now(self, model: nn.Module, name: str) -> str | None:
+        """Return the reason of `why_not`, or that the weights are on the CPU."""
+        return self.why_not(model, name) or _why_not_on_cpu(model.get_submodule(name))
+
+
+class Evidence(NamedTuple):
+    """Functions and kernels in the profile of a step which prove that a part's modules ran fused.
+
+    functions: autograd functions, with the number of modules each stands for. Their backwards
+        count, because forwards may run twice.
+    kernels: parts of the names of GPU kernels. Each runs at least once a module. "a|b": one of the
+        two does.
+    kernels_in_4_bits: kernels that run as well if the base weights are in 4 bits.
+    without_backward: modules without a backward, because nothing before them is trained.
+    """
+
+    functions: dict[str, int]
+    kernels: tuple[str, ...] = ()
+    kernels_in_4_bits: tuple[str, ...] = ()
+    without_backward: int = 0
+
+
+class Part(NamedTuple):
+    """One switch of Fusion: its sites, and all that reports, benchmark and tests ask about it.
+
+    none_found: the reason if a model has none of the sites. units: the noun for the report's
+    counts. kinds: kernels whose names do not tell the benchmark their kind of work: the kind ->
+    how their names begin.
+    """
+
+    sites: tuple[Site, ...]
+    none_found: str
+    units: str
+    evidence: Evidence
+    kinds: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
+
+    def candidates(self, model: nn.Module) -> Iterator[tuple[str, Any, Site]]:
+        """Yield the modules of a model that the report lists, with their names and sites."""
+        for site in self.sites:
+            if site.is_listed:
+                for name, module in site.candidates(model):
+                    yield name, module, site
+
+
+class FusedForward(Owner):
+    """The forward that replaces a module's: a function of the module, the parts that it runs fused,
+    and the module's inputs.
+
+    We set its method `forward` on the module. torch.compile runs it as it is, between what it
+    compiles: tracing through fused functions took minutes and gave nothing.
+    """
+
+    def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
+        super().__init__(module, parts)
+        self.function = function
+        self.checkpoints = is_checkpointed_by_forward(module)
+
+    @property
+    def forward(self) -> MethodType:
+        return MethodType(_with_signature_of(type(self.module).forward), self)
+
+    def run(self, module: nn.Module, *inputs, **options):
+        """Run on the module; a checkpoint keeps it alive until its backward."""
+        if (reason := _why_not_inputs(*inputs, *options.values())) is not None:
+            return step_aside(module, reason, *inputs, **options)
+        return self.function(module, self.parts, *inputs, **options)
+
+
+class _Thread(threading.local):
+    is_unfused = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Make every fused module run its class's forward, in this thread."""
+    before, _thread.is_unfused = _thread.is_unfused, True
+    try:
+        yield
+    finally:
+        _thread.is_unfused = before
+
+
+@cache
+def _with_signature_of(own: Callable) -> Callable:
+    """Return `FusedForward.forward` with the signature of the class's forward. The Trainer drops
+    dataset columns that are not in it, and generate() looks there for the arguments to pass."""
+
+    def forward(self: FusedForward, *inputs, **options):
+        if isinstance(self, nn.Module):  # accelerate binds what it wraps in autocast to the model
+            raise RuntimeError(BOUND_TO_THE_MODEL)
+        layer: Any = self.module
+        if _thread.is_unfused:  # for each token of generate()
+            return without_checkpointing(type(layer).forward)(layer, *inputs, **options)
+        options = as_ours(options)
+        if self.checkpoints and is_checkpointed(layer):
+            # like the class's forward; nothing else is hidden from the run that backward repeats
+            options.update({name: off for name, off in NO_CACHE.items() if name in options})
+            run = partial(self.run, layer, **options)
+            return layer._gradient_checkpointing_func(run, *inputs)
+        return self.run(layer, *inputs, **options)
+
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    return torch.compiler.disable(forward)
+
+
+def _why_not_inputs(*inputs: Any) -> str | None:
+    """Return the reason if nothing can run fused on these inputs."""
+    if KERNELS_WANT_A_GPU and all(map(_is_on_cpu, inputs)):
+        return ON_CPU
+    if not torch._C._are_functorch_transforms_active():
+        return None
+    return "it is within a transform of torch.func, which knows no fused function"
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.device.type == "cpu"
+
+
+def _why_not_on_cpu(module: nn.Module) -> str | None:
+    first = next(module.parameters(), None)
+    is_here = first is not None and first.device.type == "cpu"
+    return ON_CPU if KERNELS_WANT_A_GPU and is_here else None
+
+
+def having(*names: str) -> Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]:
+    """Find modules that themselves have submodules of these names. PEFT's wrappers pass on those of
+    the wrapped module, and do not count."""
+
+    def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in model.named_modules():
+            if all(part in module._modules for part in names):
+                yield name, module
+
+    return candidates

@@ -1,0 +1,262 @@
+"""Finds or makes the buffers of a layer, and moves a model's weights into them.
+
+`layer/buffer.py` draws one: a frozen weight W with its adapters around it, row-major, in W's dtype.
+Its rows start on whole L2 cache lines (`rows.empty_rows`). LoRA then needs no extra pass over a
+large tensor.
+
+Projections that share an input share a buffer (q, k, v; gate, up): W and A are stacked, B is block
+diagonal. PEFT's `base_layer.weight` and `.bias` become views of it and work as before. The adapters
+stay PEFT's parameters. The border is scratch memory: every forward of a layer copies its current
+adapters into it, all in one launch, so nobody has to report that they changed.
+
+Only the weights in a buffer keep it alive, and a graph that needs it for backward. If a weight has
+left (moved, cast, assigned, unpickled, copied with its model), the next forward moves it into a new
+buffer. The old one is freed once all weights have left it.
+
+The matmuls are in `layer/buffer.py`. LoRA: Hu et al., arXiv 2106.09685. The bordered form is ours.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fused_mlp.launching import is_capturing
+
+from ..kernels.rows import empty_rows
+from ..layer.buffer import Buffer, WeightGroup
+from ..layer.filling import Filling
+from ..layer.scratch import Scratches
+from ..reading.projection import Projection, why_not_base
+from .own_memory import let_save
+
+# 8 bf16 values are 16 bytes, the alignment cuBLAS needs for every row. Without any adapter the
+# border is this wide, and zero.
+WIDTH_MULTIPLE = 8
+GROUPS = 4  # q, k and v; o; gate and up; down
+
+
+class Layout(NamedTuple):
+    """The layout of a buffer: each part's outputs and room for its rank, and the border's width."""
+
+    outs: tuple[int, ...]
+    blocks: tuple[int, ...]
+    width: int
+
+    @property
+    def rows(self) -> int:
+        return sum(self.outs) + self.width
+
+    def has_room(self, parts: Sequence[Projection]) -> bool:
+        return all(len(part.A) <= block for part, block in zip(parts, self.blocks, strict=True))
+
+    def bordered(
+        self, buffer: Buffer, reads: Sequence[Projection], parts: Sequence[Projection]
+    ) -> WeightGroup:
+        scalings = tuple(part.scaling for part in parts)
+        return WeightGroup(buffer, reads[0].weight.shape[1], self.outs, self.blocks, scalings)
+
+
+class Wanted(NamedTuple):
+    """The projections that a buffer is to hold, and what it is made with.
+
+    parts: the projections, or the parts they split into, each with an adapter and a rank. dtype:
+    the model's, which the weights may not show. scratches: the model's, for weights that are stored
+    in another form. group: which of a layer's buffers it is.
+    """
+
+    reads: Sequence[Projection]
+    parts: Sequence[Projection]
+    ranks: Sequence[int]
+    dtype: torch.dtype
+    scratches: Scratches
+    group: int
+
+
+class _Made(NamedTuple):
+    """A buffer as made: where its weights and biases went, and its layout."""
+
+    places: tuple
+    layout: Layout
+    stride: int
+
+
+class Border:
+    """The buffer of projections that share an input, for as long as their weights lie in it.
+
+    `DefaultBorder` is what a layer has unless its user asks for another (`switches.BORDERS`).
+    """
+
+    precision = ""  # the report adds it to such layers
+    may_wait = False  # fully_shard, which takes no weights in a buffer, may come after `fuse`
+
+    @staticmethod
+    def why_not(weights: Sequence[Tensor], norm: Tensor) -> str | None:
+        """Return the reason if a layer's weights cannot lie in such buffers. norm: the weight of
+        one of its norms."""
+        return None
+
+    @staticmethod
+    def why_not_base(base: nn.Module) -> str | None:
+        """Return the reason if such a buffer cannot take a base layer's weight."""
+        return why_not_base(base)
+
+    @staticmethod
+    def take_in(base: nn.Linear) -> None:
+        """Prepare a linear layer whose weight will lie in such a buffer."""
+        let_save(base)
+
+    @staticmethod
+    def settle(model: nn.Module) -> None:
+        """Adjust a model for other libraries, once its forwards are set and its weights moved."""
+
+    def __init__(self) -> None:
+        self._made: _Made | None = None
+        self._buffer: weakref.ref[Buffer] | None = None
+
+    def __reduce__(self):
+        # no weight of a copied or unpickled model lies in a buffer
+        return type(self), ()
+
+    def buffer(self) -> Buffer | None:
+        """Return the buffer, None if there is none yet."""
+        return None if self._buffer is None else self._buffer()
+
+    def find_or_make(self, wanted: Wanted) -> tuple[WeightGroup, bool]:
+        """Return the buffer, with room for adapters of these ranks, and whether it had to be made.
+
+        Making it allocates one [out + width, in + width] tensor, and a second one for untrained
+        biases, if there are any. Parameters stay the same objects and become views of these.
+        """
+        made, reads, parts = self._made, wanted.reads, wanted.parts
+        fits = made is not None and made.places == _places_of(reads) and made.layout.has_room(parts)
+        if not fits:
+            made = self._made = _make(reads, parts, wanted.ranks)
+        assert made is not None
+        buffer = self.buffer() if fits else None
+        if buffer is None:
+            buffer = _buffer_of(made, reads)
+            self._buffer = weakref.ref(buffer)
+        return made.layout.bordered(buffer, reads, parts), not fits
+
+
+def _places_of(reads: Sequence[Projection]) -> tuple:
+    """Return the places of the weights and biases. They differ once one has moved, even to an
+    earlier address."""
+    return tuple(
+        (w.data_ptr(), w.stride(), w.dtype, w.device, None if bias is None else bias.data_ptr())
+        for w, bias in ((read.weight, held_bias(read)) for read in reads)
+    )
+
+
+def held_bias(read: Projection) -> Tensor | None:
+    """Return a projection's bias if the buffer holds it. A trained bias stays where it is, because
+    its optimizer may hold that memory, and is passed to each forward."""
+    return None if read.bias is None or read.bias.requires_grad else read.bias
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _make(reads: Sequence[Projection], parts: Sequence[Projection], ranks: Sequence[int]) -> _Made:
+    first = reads[0].weight
+    in_features = first.shape[1]
+    layout = layout_of(first, parts, ranks)
+    matrix = empty_rows(first, layout.rows, in_features + layout.width).zero_()
+    row = 0
+    for read in reads:
+        out = read.weight.shape[0]
+        _move(read.weight, matrix[row : row + out, :in_features])
+        row += out
+    move_biases(reads, layout)
+    return _Made(_places_of(reads), layout, matrix.stride(0))
+
+
+def layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int]) -> Layout:
+    if is_capturing(weight):
+        raise RuntimeError(
+            "a fused layer's weights have moved since its last eager forward: run one step "
+            "eagerly, then capture the CUDA graph"
+        )
+    outs = tuple(part.weight.shape[0] for part in parts)
+    blocks = tuple(max(rank, part.A.shape[0]) for rank, part in zip(ranks, parts, strict=True))
+    width = -(-max(sum(blocks), 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    return Layout(outs, blocks, width)
+
+
+def move_biases(
+    reads: Sequence[Projection], layout: Layout, dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """Move the biases that a buffer holds into one tensor, each at its projection's rows. dtype:
+    that they are cast to."""
+    if all(held_bias(read) is None for read in reads):
+        return None
+    first = next(held for held in map(held_bias, reads) if held is not None)
+    bias, row = first.new_zeros(layout.rows, dtype=dtype), 0
+    for read in reads:
+        out = read.weight.shape[0]
+        if (held := held_bias(read)) is not None:
+            _move(held, bias[row : row + out])
+        row += out
+    return bias
+
+
+def _move(parameter: Tensor, memory: Tensor) -> None:
+    parameter.data = memory.copy_(parameter)
+
+
+def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
+    """Return the buffer that the weights are views of."""
+    # .data has a separate version counter: filling borders does not invalidate a saved weight
+    weight, layout = reads[0].weight.data, made.layout
+    inputs = weight.shape[1]
+    matrix = weight.as_strided((layout.rows, inputs + layout.width), (made.stride, 1), 0)
+    bias = next((held for held in map(held_bias, reads) if held is not None), None)
+    if bias is not None:
+        bias = bias.data.as_strided((layout.rows,), (1,), 0)
+    return Buffer(matrix, bias, sum(layout.outs), inputs)
+
+
+class LayerBorders(Filling):
+    """The borders of one decoder layer.
+
+    replica_of: the name of an earlier layer with the same base weights (PEFT's layer_replication).
+    They lie in that layer's buffers. scratches: shared by all layers of a model, or by every second
+    one where weights are sharded.
+    """
+
+    def __init__(self, kind: type[Border]):
+        super().__init__()
+        self.kind = kind
+        self.by_group = tuple(kind() for _ in range(GROUPS))
+        self.replica_of: str | None = None
+        self.scratches = Scratches()
+
+    def forget(self) -> None:
+        """Have the next backward fill the borders again, whatever is in them now."""
+        for border in self.by_group:
+            if (buffer := border.buffer()) is not None:
+                buffer.key = None
+
+    def find_or_make(
+        self,
+        groups: Sequence[Sequence[Projection]],
+        parts: Sequence[Sequence[Projection]],
+        ranks: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+    ) -> list[WeightGroup]:
+        """Return the buffers of these projections, making those whose weights lie elsewhere.
+
+        They are made one by one, so at most one group's weights exist twice. dtype: the model's,
+        which the weights may not show.
+        """
+        every = zip(self.by_group, groups, parts, ranks, strict=True)
+        found = [
+            border.find_or_make(Wanted(reads, split, ranks_of_parts, dtype, self.scratches, group))
+            for group, (border, reads, split, ranks_of_parts) in enumerate(every)
+        ]
+        device = found[0][0].A.device
+        if device.type == "cuda" and any(was_made for _, was_made in found):
+            torch.cuda.empty_cache()  # the freed pieces are too small for the next buffers
+        return [bordered for bordered, _ in found]

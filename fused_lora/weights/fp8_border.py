@@ -1,0 +1,137 @@
+"""The buffers of layers in FP8, made from their weights or from a checkpoint's codes."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..foreign.parallel import is_dtensor
+from ..kernels.fp8_rows import E4M3, codes_and_scales
+from ..layer.buffer import WeightGroup
+from ..layer.fp8.buffer import Fp8Buffer
+from ..reading import fp8_checkpoint as checkpoint
+from ..reading.four_bit import is_4bit
+from ..reading.fp8_checkpoint import is_of_codes, scales_of
+from ..reading.projection import Projection
+from .borders import Border, Layout, Wanted, held_bias, layout_of, move_biases
+from .fp8_weight import Fp8Weight, become_fp8, keep_fp8_from_ddp, why_not_in_fp8
+from .own_memory import let_save
+from .sharded_weight import ShardedWeight
+
+
+class Fp8Border(Border):
+    """A Border in FP8. The weights keep their buffer alive (`weight.py`). A buffer with a
+    checkpoint's codes (`checkpoint.py`) lasts until these move or change."""
+
+    precision = " in FP8"
+
+    @staticmethod
+    def why_not(weights: Sequence[Tensor], norm: Tensor) -> str | None:
+        if any(map(is_dtensor, weights)):
+            return "fully_shard shards its weights: leave fp8 out, or its layers unsharded"
+        if any(isinstance(weight, ShardedWeight) for weight in weights):
+            return "shard_base has sharded its weights: leave fp8 out, or shard_base"
+        if any(weight.dtype == E4M3 for weight in weights):  # they do not show the model's dtype
+            weights = [*weights, norm]
+        return next(filter(None, map(why_not_in_fp8, weights)), None)
+
+    @staticmethod
+    def why_not_base(base: nn.Module) -> str | None:
+        if is_4bit(base):
+            return "its weight is in 4 bits: leave fp8 out"
+        return checkpoint.why_not_codes(base) if is_of_codes(base) else Border.why_not_base(base)
+
+    @staticmethod
+    def take_in(base: nn.Linear) -> None:
+        let_save(base)
+        if is_of_codes(base):
+            checkpoint.let_train(base)
+
+    @staticmethod
+    def settle(model: nn.Module) -> None:
+        checkpoint.drop_idle_hook(model)
+        keep_fp8_from_ddp(model)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: tuple[tuple, Layout] | None = None  # places of biases and codes
+        self._checkpoint_buffer: Fp8Buffer | None = None
+
+    def find_or_make(self, wanted: Wanted) -> tuple[WeightGroup, bool]:
+        reads, parts = wanted.reads, wanted.parts
+        places, layout = self._kept or (None, None)
+        held = [getattr(one.weight, "buffer", None) for one in reads if not is_of_codes(one.base)]
+        buffer: Any = (held or [self._checkpoint_buffer])[0]
+        fits = (
+            layout is not None
+            and buffer is not None
+            and _all_lie_in(buffer, reads)
+            and places == _places_of(reads)
+            and layout.has_room(parts)
+        )
+        if not fits:
+            self._checkpoint_buffer = None  # free its memory for the next
+            layout = layout_of(reads[0].weight, parts, wanted.ranks)
+            buffer = _make_fp8(reads, layout, wanted.dtype)
+            self._checkpoint_buffer = buffer if len(held) < len(reads) else None
+            self._kept = _places_of(reads), layout
+            self._buffer = weakref.ref(buffer)
+        assert layout is not None and isinstance(buffer, Fp8Buffer)
+        return layout.bordered(buffer, reads, parts), not fits
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _make_fp8(reads: Sequence[Projection], layout: Layout, dtype: torch.dtype) -> Fp8Buffer:
+    codes, scales, originals = [], [], []
+    checkpoint_scales = [scales_of(read.base) for read in reads]
+    for read, its_scales in zip(reads, checkpoint_scales, strict=True):
+        weight, original = read.weight, None
+        if its_scales is not None:
+            coded_weight = checkpoint.rowwise_codes(weight, its_scales)
+        elif isinstance(weight, Fp8Weight):  # made for a smaller rank, or moved
+            coded_weight, original = codes_and_scales(weight.whole()), weight.original
+        else:
+            coded_weight = codes_and_scales(weight.detach())
+            original = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
+        codes.append(coded_weight[0].view(torch.uint8))
+        scales.append(coded_weight[1])
+        originals.append(original)
+    bias = move_biases(reads, layout)
+    together = torch.cat(codes).view(E4M3), torch.cat(scales)
+    buffer = Fp8Buffer(*together, bias, layout.width, dtype)
+    row = 0
+    for read, its_scales, original in zip(reads, checkpoint_scales, originals, strict=True):
+        end = row + len(read.weight)
+        if original is not None:
+            become_fp8(read.weight, buffer, row, original)
+        elif its_scales is not None and checkpoint.may_lie_in_buffer(its_scales):
+            read.weight.data = buffer.weight[row:end]  # the same codes
+        row = end
+    return buffer
+
+
+def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
+    """Return whether the weights, as they are now, are consecutive codes in this buffer. Codes from
+    a checkpoint do not know where they lie, so they always count."""
+    row = 0
+    for read in reads:
+        weight = read.weight
+        if not is_of_codes(read.base) and not (
+            isinstance(weight, Fp8Weight) and weight.lies_in(buffer, row, weight.shape)
+        ):
+            return False
+        row += len(weight)
+    return True
+
+
+def _places_of(reads: Sequence[Projection]) -> tuple:
+    """Return the places of the biases, and of a checkpoint's codes and scales with their version
+    counters."""
+    biases = tuple(None if bias is None else bias.data_ptr() for bias in map(held_bias, reads))
+    found = ((read.weight, scales_of(read.base)) for read in reads)
+    coded = (t for weight, scales in found if scales for t in (weight, scales.values))
+    versions = ((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in coded)
+    return biases, *versions
