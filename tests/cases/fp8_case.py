@@ -1,12 +1,11 @@
 """The oracle of FP8 layers, which quantises as `fp8_rows` says and computes in fp64."""
 
-import copy
 import functools
 
 import torch
 import torch.nn.functional as F
 from cases import layer_case
-from cases.fused_case import SHORT, step
+from cases.fused_case import SHORT, beside, step
 from cases.reference import assert_near, over_draws, random, relative_error
 from peft import LoraConfig
 
@@ -23,11 +22,10 @@ CONFIG = {
 }  # fmt: skip
 
 
-def pair(device, fusion=FP8, **options):
-    """Return a model with an FP8 layer, and its vanilla PEFT twin."""
-    plain = layer_case.peft_model(device, config=CONFIG, **options)
-    fused = copy.deepcopy(plain)
-    return fused, plain, fuse(fused, fusion)
+def pair(device, fusion=FP8, layers=1, **options):
+    """Return a model with FP8 layers, and its vanilla PEFT twin."""
+    config = CONFIG | {"num_hidden_layers": layers}
+    return beside(layer_case.peft_model(device, config=config, **options), fusion)
 
 
 def quantised(x):

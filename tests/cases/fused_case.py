@@ -129,11 +129,14 @@ def functions_of(loss):
     return counted
 
 
-def pair(device, fusion, **options):
-    plain = peft_model(device, **options)
+def beside(plain, fusion=None, **options):
+    """Return a fused copy of a model, the model, and the report."""
     fused = copy.deepcopy(plain)
-    done = fuse(fused, fusion)
-    return fused.train(), plain.train(), done
+    return fused, plain, fuse(fused, fusion, **options)
+
+
+def pair(device, fusion, **options):
+    return beside(peft_model(device, **options).train(), fusion)
 
 
 def pickled(model):

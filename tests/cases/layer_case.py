@@ -4,10 +4,11 @@ layer."""
 import copy
 
 import torch
+from cases.fused_case import beside
 from cases.peft_models import LAYERS, adapt, base_model
 from cases.reference import assert_within_budget, over_draws, random
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion
 from fused_lora.forwards import layer as adopted
 from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.reading.known import inner_norm
@@ -49,9 +50,7 @@ def _quarter(model, named):
 
 
 def pair(device, fusion=LAYER, **options):
-    plain = peft_model(device, **options)
-    fused = copy.deepcopy(plain)
-    return fused, plain, fuse(fused, fusion)
+    return beside(peft_model(device, **options), fusion)
 
 
 def operands_of(layer):

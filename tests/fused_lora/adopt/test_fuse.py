@@ -16,6 +16,7 @@ from cases.fused_case import (
     assert_right,
     assert_same,
     batch,
+    beside,
     functions_of,
     pair,
 )
@@ -212,9 +213,7 @@ BEST = {  # options of the model: what runs fused, and what the report says of t
 
 @pytest.mark.parametrize(("options", "wanted", "said"), BEST.values(), ids=BEST)
 def test_what_is_right_for_a_model(options, wanted, said, device):
-    plain = layer_case.peft_model(device, **options)
-    fused = copy.deepcopy(plain)
-    found = fuse(fused)
+    fused, plain, found = beside(layer_case.peft_model(device, **options))
     assert {part: len(names) for part, names in found.fused.items() if names} == wanted
     assert said in str(found).splitlines() or not (said or found.left)
     if "lora_dropout" in options:

@@ -4,19 +4,17 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cases import fp8_case, layer_case
 from cases.counting import saved_tensors
 from cases.four_bit_case import quantised
 from cases.fp8_case import FP8
 from cases.fused_case import ALL, SHORT, assert_close, functions_of, step
-from cases.graph_case import EagerStep, adamw, captured, graphed
+from cases.graph_case import adamw, graphed
 from cases.layer_case import EVERYTHING, LAYER, operands_of_calls
 from cases.peft_models import MLP_ON, assert_equal, base_model, ids
 from cases.reference import assert_near, assert_within_budget, over_draws, seeded
 from cases.trl_case import logged_by, trainer_of
 from peft import LoraConfig
-from torch import nn
 
 from fused_lora import Fusion, fuse, report
 from fused_lora.step.graph import EAGER_CALLS
@@ -122,29 +120,6 @@ def test_a_checkpoint_recomputes_with_the_adapters_of_its_forward(device):
 # --- TRL's trainers -------------------------------------------------------------------------------
 
 ONE_LAYER = {"num_hidden_layers": 1}
-PASSES = {"DPO": 2, "KTO": 4, "GRPO": 2}  # through whole layers in each step
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error:a fused ")
-@pytest.mark.parametrize("kind", PASSES)
-def test_a_trainer_with_reference_adapters_logs_what_it_logs_of_plain_peft(
-    kind, tmp_path, device, monkeypatch
-):
-    """The trainer gets a model with adapters and freezes a copy of them, "ref". test_recipes.py has
-    trainers that make the adapters, and disable them."""
-    logged, ran = [], operands_of_calls(monkeypatch)
-    for is_fused in (True, False):
-        trainer = trainer_of(kind, layer_case.peft_model(device, config=ONE_LAYER), tmp_path)
-        assert "ref" in trainer.model.peft_config
-        if is_fused:
-            fuse(trainer.model)
-        logged.append(logged_by(trainer))
-    got, want = logged
-    assert len(ran) == 2 * PASSES[kind]
-    assert [entry.keys() for entry in got] == [entry.keys() for entry in want]
-    for entry, wanted in zip(got, want, strict=True):
-        assert entry == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
 IN_REWARDS = ("rewards/chosen", "rewards/rejected")
@@ -219,30 +194,6 @@ def log_ratios(model, tokens):
     with torch.no_grad(), model.disable_adapter():
         reference = log_probs(model, tokens)
     return policy - reference
-
-
-class Preference(nn.Module):
-    """DPO's loss of two rows, the first one chosen, against the model without its adapters."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids):
-        chosen, rejected = log_ratios(self.model, input_ids).sum(1)
-        return -F.logsigmoid(0.5 * (chosen - rejected))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("checkpoint", ["none", "full"])
-def test_a_step_with_a_reference_pass_runs_in_a_graph(checkpoint, device):
-    fusion = Fusion(layer=True, rms_norm=True, checkpoint=checkpoint)
-    models = [Preference(layer_case.pair(device, fusion)[0]) for _ in range(2)]
-    step, eager = graphed(models[0], adamw(models[0])), EagerStep(models[1], adamw(models[1]))
-    losses = [[one(input_ids=ids(device, seed)) for seed in range(8)] for one in (step, eager)]
-    assert captured(step) == 1
-    torch.testing.assert_close(*map(torch.stack, losses), rtol=1e-5, atol=1e-5)
-    assert losses[1][-1] != losses[1][0]
 
 
 # --- at real size ---------------------------------------------------------------------------------

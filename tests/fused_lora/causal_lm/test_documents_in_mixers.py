@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases.families_case import FAMILIES
-from cases.fused_case import ALL
+from cases.fused_case import ALL, beside
 from cases.graph_case import EagerStep, adamw, captured, graphed
 from cases.reference import assert_at_most, relative_error
 from test_fuse_documents import LENGTHS, assert_trained_as, documents, on, one_by_one, padded, step
 from transformers import DataCollatorWithFlattening
 
-from fused_lora import FilledRows, Fusion, fill_row, fuse
+from fused_lora import FilledRows, Fusion, fill_row
 from fused_lora.forwards.mixer_layer import mixers
 from fused_lora.step.graph import EAGER_CALLS
 
@@ -36,9 +36,7 @@ def pair(name, device, fusion=PARTS, **config):
     sizes = {"head_dim": 32, "hidden_size": 64, "attn_implementation": "sdpa"}
     family = replace(family, config=family.config | sizes | config)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a GPU has no kernels for fp32
-    plain = family.peft_model(device, dtype).train()
-    fused = copy.deepcopy(plain)
-    fuse(fused, fusion, strict=False)
+    fused, plain, _ = beside(family.peft_model(device, dtype).train(), fusion, strict=False)
     return fused, plain
 
 

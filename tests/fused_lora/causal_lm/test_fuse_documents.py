@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases.families_case import FAMILIES, SECTIONS, TEXT, WINDOW
-from cases.fused_case import ALL, assert_close, values_of
+from cases.fused_case import ALL, assert_close, beside, values_of
 from cases.peft_models import adapt, base_model, layers
 from cases.reference import assert_within_budget, seeded
 from transformers import DataCollatorWithFlattening
 
-from fused_lora import FilledRows, Fusion, fill_row, fuse, pack
+from fused_lora import FilledRows, Fusion, fill_row, pack
 from fused_lora.forwards import attend
 from fused_lora.packing import PACKED
 
@@ -24,9 +24,9 @@ def pair(device, fusion, family="Qwen2", **changes):
     sizes = {"attn_implementation": "sdpa", "head_dim": 32, "num_hidden_layers": 1}
     sizes |= {"use_cache": False} | changes
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a GPU has no kernels for fp32
-    plain = adapt(base_model(device, family, dtype, **sizes), device).train()
-    fused = copy.deepcopy(plain)
-    fuse(fused, fusion)
+    fused, plain, _ = beside(
+        adapt(base_model(device, family, dtype, **sizes), device).train(), fusion
+    )
     return fused, plain
 
 
@@ -189,9 +189,7 @@ def test_padding_leaves_the_inputs_of_each_layer_as_well(device):
 @pytest.mark.slow("Llava")
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Gemma 3, multimodal", "Llava"])
 def test_padded_batches_of_multimodal_models_keep_their_padding(name, device):
-    plain = FAMILIES[name].peft_model(device).train()
-    fused = copy.deepcopy(plain)
-    fuse(fused, PARTS)
+    fused, plain, _ = beside(FAMILIES[name].peft_model(device).train(), PARTS)
     batch = padded("right", device)
     assert_close(step(fused, batch), step(plain, batch))
 
@@ -219,21 +217,41 @@ ROPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rope", ROPES)
-def test_padding_is_kept_where_rope_depends_on_it(rope, device):
-    fused, plain = pair(device, WHOLE, rope_parameters=ROPES[rope], max_position_embeddings=12)
-    batch = {
-        name: F.pad(rows, (0, 11), value=-100 if name == "labels" else 0)
-        for name, rows in padded("right", device).items()
-    }
-    assert_trained_as(step(fused, batch), plain, batch)
+def twelve_longer(batch):
+    for name, rows in batch.items():
+        batch[name] = F.pad(rows, (0, 11), value=-100 if name == "labels" else 0)
 
 
-def test_padding_that_predicts_a_label_is_kept(device):
-    """In a left-padded row the last padding predicts the first token, which may be labelled."""
-    fused, plain = pair(device, WHOLE)
-    batch = padded("left", device)
+def label_a_first_token(batch):
+    """In a left-padded row the last padding predicts the first token."""
     batch["labels"][0] = batch["input_ids"][0]
+
+
+def pad_between(batch):
+    batch["attention_mask"][2, 3:5] = 0
+    batch["labels"][2, 3:6] = -100
+
+
+KEPT = {  # the family, its config, the side of the padding, and what is done to the batch
+    **{
+        f"RoPE is {name}": (
+            "Qwen2", {"rope_parameters": rope, "max_position_embeddings": 12}, "right",
+            twelve_longer,
+        )
+        for name, rope in ROPES.items()
+    },
+    "it predicts a label": ("Qwen2", {}, "left", label_a_first_token),
+    "a window counts it": ("Mistral", {"sliding_window": 4}, "right", pad_between),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "config", "side", "change"), KEPT.values(), ids=KEPT)
+def test_padding_is_kept_where_without_it_the_result_would_be_another(
+    family, config, side, change, device
+):
+    fused, plain = pair(device, WHOLE, family, **config)
+    batch = padded(side, device)
+    change(batch)
     assert_trained_as(step(fused, batch), plain, batch)
 
 
@@ -254,19 +272,9 @@ def test_positions_of_several_axes_say_nothing_of_documents(device, monkeypatch)
     monkeypatch.setitem(TEXT, "head_dim", 32)
     monkeypatch.setitem(TEXT, "hidden_size", 64)
     monkeypatch.setitem(SECTIONS, "mrope_section", [4, 6, 6])
-    plain = FAMILIES["Qwen2-VL"].peft_model(device).train()
-    fused = copy.deepcopy(plain)
-    fuse(fused, PARTS)
+    fused, plain, _ = beside(FAMILIES["Qwen2-VL"].peft_model(device).train(), PARTS)
     batch = DataCollatorWithFlattening()(documents(device))
     assert_close(step(fused, batch), step(plain, batch))
-
-
-def test_padding_between_tokens_is_kept_where_a_window_counts_it(device):
-    fused, plain = pair(device, WHOLE, "Mistral", sliding_window=4)
-    batch = padded("right", device)
-    batch["attention_mask"][2, 3:5] = 0
-    batch["labels"][2, 3:6] = -100
-    assert_trained_as(step(fused, batch), plain, batch)
 
 
 # --- rows of one size -----------------------------------------------------------------------------
@@ -326,8 +334,12 @@ def test_a_trainers_examples_become_one_row_of_one_length():
         (labels, [{"input_ids": a, "completion_mask": b} for a, b in zip(ids, kept, strict=True)]),
         (
             labels,
-            [
-                {"input_ids": a, "assistant_masks": b, "completion_mask": [1] * len(a)}
+            [  # each mask leaves out what the other keeps
+                {
+                    "input_ids": a,
+                    "assistant_masks": [one or at % 2 for at, one in enumerate(b)],
+                    "completion_mask": [one or 1 - at % 2 for at, one in enumerate(b)],
+                }
                 for a, b in zip(ids, kept, strict=True)
             ],
         ),

@@ -1,6 +1,4 @@
-"""generate() of a fused model: PEFT's own path, so the same tokens, in the same time."""
-
-import time
+"""generate() of a fused model: PEFT's own path, so the same launches and the same tokens."""
 
 import pytest
 import torch
@@ -10,8 +8,9 @@ from cases.four_bit_case import quantised
 from cases.fused_case import ALL, SHORT, step
 from cases.layer_case import EVERYTHING, LAYER, operands_of_calls
 from cases.peft_models import MLP_ON, assert_equal, ids
+from transformers import DynamicCache
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion
 
 FUSIONS = {
     "mlp": (MLP_ON, {}),
@@ -61,63 +60,14 @@ def test_it_picks_the_tokens_of_plain_peft(fusion, options, way, device, monkeyp
     assert_equal(after, before)
 
 
-def decoded(model, tokens):
-    """Return a function that decodes one more token."""
-    cache = model(input_ids=tokens, use_cache=True).past_key_values
-    return lambda: model(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
-
-
 @torch.no_grad()
-def test_decoding_launches_what_plain_peft_launches(device):
+def test_a_prompt_and_a_token_launch_what_plain_peft_launches(device):
     counted = []
     for model in layer_case.pair(device, EVERYTHING)[:2]:
-        decode = decoded(model.eval(), ids(device))
-        with Calls() as calls:
-            decode()
-        counted.append(calls.counted)
+        tokens, cache = ids(device), DynamicCache()  # generate() brings one
+        with Calls() as prompt:
+            model.eval()(input_ids=tokens, past_key_values=cache, use_cache=True)
+        with Calls() as token:
+            model(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
+        counted.append((prompt.counted, token.counted))
     assert counted[0] == counted[1]
-
-
-# --- on the GPU -----------------------------------------------------------------------------------
-
-SIZES = {  # Qwen2.5-3B's, in a third of its layers
-    "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16,
-    "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 12,
-}  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-@pytest.mark.parametrize("change", [None, quantised], ids=["bf16", "4 bits"])
-def test_prefill_and_decoding_take_no_longer_than_with_plain_peft(change, device):
-    """Print milliseconds, the best of five runs that take turns."""
-    options = {} if change is None else {"change": change}
-    plain = layer_case.peft_model(device, dtype=torch.bfloat16, config=SIZES, r=32, **options)
-    fused = layer_case.peft_model(device, dtype=torch.bfloat16, config=SIZES, r=32, **options)
-    fuse(fused, EVERYTHING)
-    prompt = torch.randint(96, (4, 512), device=device)
-    best: dict[tuple[str, str], float] = {}
-    for _ in range(6):
-        for name, model in (("plain", plain.eval()), ("fused", fused.eval())):
-            for what, new in (("prefill", 1), ("prefill and 32 tokens", 33)):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                generated(model, "greedy", prompt, max_new_tokens=new, min_new_tokens=new)
-                torch.cuda.synchronize()
-                took = 1e3 * (time.perf_counter() - start)
-                best[what, name] = min(took, best.get((what, name), took))
-    print({" ".join(key): round(took, 1) for key, took in best.items()})
-    for what in ("prefill", "prefill and 32 tokens"):
-        assert best[what, "fused"] < 1.05 * best[what, "plain"]
-
-
-@pytest.mark.gpu
-def test_in_bf16_at_real_size_it_picks_the_tokens_of_plain_peft(device):
-    options = {"dtype": torch.bfloat16, "config": SIZES, "r": 32}
-    fused, plain, _ = layer_case.pair(device, EVERYTHING, **options)
-    prompt = torch.randint(96, (4, 128), device=device)
-    for way in ("greedy", "left padding"):
-        got, want = (
-            generated(model.eval(), way, prompt, max_new_tokens=64) for model in (fused, plain)
-        )
-        assert torch.equal(got, want)

@@ -68,20 +68,22 @@ FUSED = {
     "layer": (LAYER, {}),
     "everything, full": (EVERYTHING, {}),
     "everything, even": (EVERYTHING, EVEN),
+    "parts": (Fusion(**ALL), {}),
     "layer, 4 bits": (LAYER, IN_4_BITS),
     "parts, 4 bits": (Fusion(**ALL), IN_4_BITS),
 }
 
 
 def wrapped_and_fused(model, how, fusion):
+    """Return the wrapped model and the report of `fuse`."""
     if how.endswith("before fuse"):
         wrapped = WRAPPED[how](model)
-        fuse(model, fusion)
-        return wrapped.to(next(model.parameters()).device)  # as trainers do
+        found = fuse(model, fusion)
+        return wrapped.to(next(model.parameters()).device), found  # as trainers do
     if how in BY_US:
         assert len(shard_base(model)) == 14
-    fuse(model, fusion)
-    return WRAPPED[how](model)
+    found = fuse(model, fusion)
+    return WRAPPED[how](model), found
 
 
 def without_sync(model, how):
@@ -95,8 +97,8 @@ def trained(rank, device, how, fused):
     fusion, options = FUSED[fused]
     model = peft_model(device, **options)
     plain, start = copy.deepcopy(model), dict(copy.deepcopy(model).named_parameters())
-    wrapped = wrapped_and_fused(model, how, fusion)
-    assert not report(model).left
+    wrapped, found_by_fuse = wrapped_and_fused(model, how, fusion)
+    assert report(model) == found_by_fuse and not found_by_fuse.left
     optimizers = [
         torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1)
         for one in (model, plain)
@@ -125,6 +127,8 @@ def trained(rank, device, how, fused):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    # a forward leaves some weights gathered
+    assert report(model) == fuse(model, fusion) == found_by_fuse
     found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     wanted = dict(plain.named_parameters())
     return {
@@ -140,7 +144,7 @@ TRIED = [
     *(
         (how, fused)
         for how in ("find_unused_parameters", "FSDP2, all")
-        for fused in ("everything, full", "layer, 4 bits", "parts, 4 bits")
+        for fused in ("parts", "everything, full", "layer, 4 bits", "parts, 4 bits")
     ),
     ("FSDP2", "everything, full"),
     ("FSDP2, all, before fuse", "layer, 4 bits"),
@@ -148,8 +152,9 @@ TRIED = [
 
 
 @pytest.mark.slow(
-    "find_unused_parameters-layer", "FSDP2-everything, full", "FSDP2, all-everything, full"
-)
+    "find_unused_parameters-layer", "find_unused_parameters-parts", "FSDP2-everything, full",
+    "FSDP2, all-everything, full", "FSDP2, all-parts",
+)  # fmt: skip
 @pytest.mark.parametrize(("how", "fused"), TRIED)
 def test_two_ranks_train_as_one_process_does_on_all_batches(how, fused):
     errors, others = on_ranks(RANKS, trained, how, fused)
@@ -161,7 +166,7 @@ def kept(rank, device, how, fused, folder):
     """Lose and load adapters and optimizer, go on, save, and take the model back."""
     fusion, options = FUSED[fused]
     model = peft_model(device, **options)
-    wrapped = wrapped_and_fused(model, how, fusion)
+    wrapped, _ = wrapped_and_fused(model, how, fusion)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1)
     tokens = ids(device, rank)[:1, :SHORT]

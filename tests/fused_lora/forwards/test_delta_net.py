@@ -25,7 +25,8 @@ NET = f"{LAYER}.linear_attn"
 FUSED = {"LoRA_Group": 1, "CausalConv": 1, "LoRA_W": 1, "GatedRMSNorm": 1}
 PARTS = Fusion(attention=True, rms_norm=True)
 WHOLE = Fusion(**ALL, layer=True)
-EACH = pytest.mark.parametrize("family", ["Qwen3.5", "LFM2"])
+BOTH = "Qwen3.5", "LFM2"
+EACH = pytest.mark.parametrize("family", BOTH)
 
 
 def pair(
@@ -124,23 +125,31 @@ def test_a_last_layer_that_runs_whole_computes_labelled_tokens_alone(family, dev
     assert_close(got, want, 2e-4)
 
 
-@pytest.mark.parametrize(("family", "tensor"), [
-    ("Qwen3.5", "linear_attn.A_log"), ("Qwen3.5", "post_attention_layernorm.weight"),
-    ("LFM2", "operator_norm.weight"),
-])  # fmt: skip
-def test_a_tensor_whose_training_keeps_a_layer_from_running_whole_is_named(family, tensor, device):
-    def train(model):
-        model.get_submodule(LAYER).get_parameter(tensor).requires_grad_()
-
-    fused, plain, done = pair(device, train, WHOLE, family)
-    assert f"{tensor} is trained: freeze it" in done.left[LAYER]
-    assert_close(step(fused), step(plain), 2e-4)
+def train(tensor):
+    return lambda model: model.get_submodule(LAYER).get_parameter(tensor).requires_grad_()
 
 
-@EACH
-def test_so_is_the_bias_of_an_adapter(family, device):
-    fused, plain, done = pair(device, fusion=WHOLE, family=family, lora_bias=True)
-    assert "an adapter has a bias" in done.left[LAYER]
+def whole(mixer):
+    return {"modules_to_save": [mixer], "target_modules": ["q_proj", "k_proj", "v_proj"]}
+
+
+IN_PARTS = [  # the family, what is trained beside plain adapters, and why its layer runs in parts
+    ("Qwen3.5", train("linear_attn.A_log"), {}, "linear_attn.A_log is trained: freeze it"),
+    ("Qwen3.5", train("post_attention_layernorm.weight"), {},
+     "post_attention_layernorm.weight is trained: freeze it"),
+    ("LFM2", train("operator_norm.weight"), {}, "operator_norm.weight is trained: freeze it"),
+    *((family, None, {"lora_bias": True}, "an adapter has a bias") for family in BOTH),
+    ("Qwen3.5", None, whole("linear_attn"), "linear_attn: it is trained whole"),
+    ("LFM2", None, whole("conv"), "conv: it is trained whole"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "change", "lora", "reason"), IN_PARTS)
+def test_what_is_trained_beside_keeps_a_layer_from_running_whole(
+    family, change, lora, reason, device
+):
+    fused, plain, done = pair(device, change or (lambda model: None), WHOLE, family, **lora)
+    assert reason in done.left[LAYER]
     assert_close(step(fused), step(plain), 2e-4)
 
 
@@ -174,14 +183,6 @@ def test_padding_does_not_reach_the_mixer(checkpoint, family, device):
     assert_close(got, want, 2e-4)
     assert relative_error(want["loss"], step(plain)["loss"]) > 1e-3
     assert_close(step(fused, attention_mask=2 * mask), got, 1e-6)  # as a mask of booleans
-
-
-@pytest.mark.parametrize(("family", "mixer"), [("Qwen3.5", "linear_attn"), ("LFM2", "conv")])
-def test_a_mixer_that_is_trained_whole_leaves_its_layer_to_the_class(family, mixer, device):
-    lora = {"modules_to_save": [mixer], "target_modules": ["q_proj", "k_proj", "v_proj"]}
-    fused, plain, done = pair(device, fusion=WHOLE, family=family, **lora)
-    assert f"{mixer}: it is trained whole" in done.left[LAYER]
-    assert_close(step(fused), step(plain), 2e-4)
 
 
 def test_a_call_with_a_cache_runs_unfused_and_says_so(device):

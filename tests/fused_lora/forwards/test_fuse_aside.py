@@ -11,7 +11,6 @@ from cases.peft_models import (
     DECODER,
     MLP_NAMES,
     MLP_ON,
-    assert_equal,
     base_model,
     ids,
     layers,
@@ -132,16 +131,6 @@ def test_fp32_weights_under_autocast_run_as_the_other_fused_parts_with_a_warning
         assert_close(got, want, 0.0)
 
 
-def test_a_step_with_a_cache_warns(device):
-    fused, plain, _ = pair(device)
-    for model in (fused, plain):
-        model.config.use_cache = True
-    with pytest.warns(UserWarning, match="given past_key_values; in training, set .*use_cache"):
-        got = step(fused)
-    assert not got.functions
-    assert_equal(got, step(plain))
-
-
 def test_within_a_transform_of_torch_func_it_runs_as_peft_has_it(device):
     fused, plain, _ = pair(device, EVERYTHING)
 
@@ -172,7 +161,7 @@ def test_a_warning_points_at_the_users_line(fusion, change, device):
         warnings.simplefilter("always")
         fused(**batch(fused, length=SHORT))
         fuse(base_model(device), Fusion(mlp=True, rms_norm=True), strict=False)
-    ours = [one for one in caught if "fuse" in str(one.message)]
+    ours = [one for one in caught if str(one.message).startswith(("a fused", "fuse:"))]
     assert len(ours) > 1 and {one.filename for one in ours} == {__file__}
 
 

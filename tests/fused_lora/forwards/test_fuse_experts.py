@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases.counting import Watch
 from cases.families_case import FAMILIES, everywhere
-from cases.fused_case import ALL, assert_close, functions_of, loss_of, step
+from cases.fused_case import ALL, assert_close, beside, functions_of, loss_of, step
 from cases.peft_models import MLP_ON, ids
 from cases.reference import assert_near, random
 from peft import LoraConfig
@@ -52,9 +52,7 @@ SETTINGS = {  # of LoraConfig, and of the model
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_trains_as_plain_peft_does(name, device):
     lora, config = SETTINGS[name]
-    plain = moe_model(device, config=config, **lora)
-    fused = copy.deepcopy(plain)
-    done = fuse(fused, MLP_ON)
+    fused, plain, done = beside(moe_model(device, config=config, **lora), MLP_ON)
     assert done.fused == {"mlp": everywhere("mlp.experts")} and not done.left
     assert done.counts == {"mlp": "4 of 4 projections"}
     got, want = (step(model, length=5) for model in (fused, plain))
@@ -197,9 +195,7 @@ def test_a_patched_class_is_left_alone(monkeypatch, device):
 
 
 def test_disabled_adapters_and_other_dtypes(device):
-    plain = moe_model(device)
-    fused = copy.deepcopy(plain)
-    fuse(fused, MLP_ON)
+    fused, plain, _ = beside(moe_model(device), MLP_ON)
     with fused.disable_adapter(), plain.disable_adapter():
         got, want = (model(input_ids=ids(device)[:, :5]).logits for model in (fused, plain))
     assert_near(got, want, 1e-5)

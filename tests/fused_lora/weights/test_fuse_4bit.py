@@ -11,7 +11,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from cases.four_bit_case import dequantised, quantised, rest_in_fp32
-from cases.fused_case import ALL, SHORT, assert_close, assert_same, batch, step, values_of
+from cases.fused_case import ALL, SHORT, assert_close, assert_same, batch, beside, step, values_of
 from cases.layer_case import EVERYTHING, LAYER, NAMES, layer_of, peft_model, tokens
 from cases.peft_models import assert_equal
 from torch.utils.checkpoint import checkpoint
@@ -25,9 +25,9 @@ from fused_lora.kernels.dequantize_4bit import Dequantize4bit
 
 def pair(device, fusion=LAYER, four_bit=None, **options):
     """Return a fused model on 4-bit weights, and its plain twin."""
-    plain = peft_model(device, change=lambda base: quantised(base, **four_bit or {}), **options)
-    fused = copy.deepcopy(plain)
-    return fused, plain, fuse(fused, fusion)
+    return beside(
+        peft_model(device, change=lambda base: quantised(base, **four_bit or {}), **options), fusion
+    )
 
 
 def packed_of(model):

@@ -16,15 +16,14 @@ from cases.fp8_case import (
     base_weights,
     pair,
 )
-from cases.fp8_emulated import emulate
-from cases.fused_case import SHORT, batch, step, values_of
+from cases.fused_case import SHORT, beside, step
 from cases.layer_case import peft_model
 from cases.peft_models import assert_equal, logits
-from cases.reference import assert_near, random, relative_error
-from peft import LoraConfig
+from cases.reference import assert_near, random
 
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora.kernels.fp8_rows import codes_and_scales
+from fused_lora.kernels.rows import Handover
 from fused_lora.layer.buffer import Incoming
 from fused_lora.layer.fp8.buffer import Fp8Buffer
 from fused_lora.loss import cross_entropy as loss_module
@@ -130,28 +129,11 @@ def test_a_model_is_near_plain_peft_and_trains_its_adapters(dtype, device):
     assert_near_plain(fused, plain)
 
 
-@pytest.mark.slow
-def test_gradients_are_those_of_fp8_in_fp64_however_far_from_plain_peft(device):
-    """If a token's terms nearly cancel, an error of 4% in a product is a third of that token, and
-    grows in every later layer. This happens in batch 157, so plain PEFT is no oracle there."""
-    if device != "cpu":
-        pytest.skip("sums of 14 bits make other codes")
-    config = CONFIG | {"num_hidden_layers": 2}
-    plain = peft_model(device, family="Llama", config=config, r=4, lora_alpha=6)
-    fused = copy.deepcopy(plain)
-    fuse(fused, FP8)
-    exact = copy.deepcopy(plain).double()
-    emulated = emulate(copy.deepcopy(exact))
-
-    def gradients(model, seed):
-        found = step(model, seed=seed, length=6)
-        del found["loss"]
-        return torch.cat([found[name].double().flatten() for name in sorted(found)])
-
-    for seed, distance in ((3, 0.14), (157, 1.28)):
-        want = gradients(emulated, seed)
-        assert relative_error(want, gradients(exact, seed)) == pytest.approx(distance, rel=0.1)
-        assert_near(gradients(fused, seed), want, 1e-5)
+def test_a_gradient_that_a_layer_hands_over_is_read_as_any_other(device, monkeypatch):
+    fused, _, _ = pair(device, layers=2)
+    handed_over = step(fused, length=SHORT)
+    monkeypatch.setattr(Handover, "take", lambda *_: None)
+    assert_equal(handed_over, step(fused, length=SHORT))
 
 
 @pytest.mark.slow
@@ -163,20 +145,6 @@ def test_gradients_of_layers_that_run_again_are_those_of_kept_ones(policy, devic
     got, want = (step(model, length=SHORT) for model in (again, kept))
     assert got.functions == want.functions
     assert_equal(dict(got), dict(want))
-
-
-@pytest.mark.slow
-def test_backward_finds_its_own_adapters_after_a_forward_with_others(device):
-    model, _, _ = pair(device)
-    others = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
-    model.add_adapter("other", others)
-    want = values_of(model, model(**batch(model)).loss)
-    loss = model(**batch(model)).loss
-    with torch.no_grad():
-        model.base_model.set_adapter("other")
-        assert relative_error(model(**batch(model)).loss, loss) > 1e-4
-        model.base_model.set_adapter("default")
-    assert_equal(dict(values_of(model, loss)), dict(want))
 
 
 def test_layers_that_run_whole_already_go_on_in_fp8(device):
@@ -208,9 +176,9 @@ def heads(monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_loss_in_fp8_is_near_its_own_and_follows_the_weight(tied, heads, device):
-    plain = peft_model(device, config=VOCABULARY | {"tie_word_embeddings": tied})
-    fused = copy.deepcopy(plain)
-    done = fuse(fused, LOSS)
+    fused, plain, done = beside(
+        peft_model(device, config=VOCABULARY | {"tie_word_embeddings": tied}), LOSS
+    )
     assert done.counts == {"cross_entropy": "1 of 1 losses", "fp8_lm_head": "1 of 1 losses"}
     for change in (1.0, -3.0):
         for model in (fused, plain):

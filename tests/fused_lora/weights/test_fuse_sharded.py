@@ -8,8 +8,10 @@ from functools import partial
 
 import pytest
 import torch
+from cases import fp8_case
 from cases.four_bit_case import quantised
-from cases.fused_case import ALL, SHORT
+from cases.fp8_case import FP8
+from cases.fused_case import ALL, SHORT, assert_close, step
 from cases.layer_case import LAYER, peft_model
 from cases.peft_models import LAYERS, ids
 from cases.ranks import on_ranks
@@ -17,8 +19,9 @@ from cases.reference import relative_error
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
-from fused_lora import Fusion, fuse, report, shard_base
+from fused_lora import Fusion, fuse, report, shard_base, unfuse
 from fused_lora.reading.projection import Projection
 from fused_lora.weights.default_border import _places_of
 
@@ -155,6 +158,14 @@ WRAPPED = {
         tensor_parallel,
         r"no fully_shard manages: load the model without tensor parallelism \(tp_plan\)",
     ),
+    "FSDP1, saved": (
+        after_fuse(lambda model: fsdp1(model).state_dict()),
+        r"cannot be saved: .*mixes up base weights",
+    ),
+    "FP8": (
+        lambda model: fuse(shard(model), FP8),
+        "fully_shard shards its weights: leave fp8 out",
+    ),
     "shard_base after fuse": (shard_base_after(after_fuse(nothing)), "call shard_base before fuse"),
     "shard_base after fully_shard": (shard_base_after(shard), "shards the model already"),
     "shard_base of odd sizes": (shard_base, "gate_proj.base_layer has 139 rows, which 2 ranks"),
@@ -200,7 +211,7 @@ def tried(rank, device, how):
 
 @pytest.mark.slow(
     "after a forward", "the head and its norm", "the model first", "an MLP by itself",
-    "a norm by itself",
+    "a norm by itself", "the model alone", "FSDP1, saved", "FP8",
 )  # fmt: skip
 @pytest.mark.parametrize("how", WRAPPED)
 def test_an_order_or_a_mixture_trains_right_or_names_the_call(how):
@@ -244,3 +255,19 @@ def called_by_itself(rank, device):
 
 def test_a_layer_that_is_called_without_its_model_names_the_call():
     on_ranks(1, called_by_itself)
+
+
+def in_fp8(rank, device):
+    """Wrap a model in FP8, which has to compute what it did and to keep its originals."""
+    model, plain, _ = fp8_case.pair(device, dtype=torch.bfloat16)
+    want = step(model, length=SHORT)
+    got = step(DistributedDataParallel(model), length=SHORT)
+    assert got.functions == want.functions == {"DecoderLayer": 1}
+    assert_close({name.removeprefix("module."): one for name, one in got.items()}, want, 0.0)
+    unfuse(model)
+    assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), 0.0)
+
+
+@pytest.mark.slow
+def test_layers_in_fp8_compute_what_they_did_and_keep_their_originals():
+    on_ranks(1, in_fp8)
