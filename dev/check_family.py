@@ -311,9 +311,7 @@ def main(given: str) -> None:
         print(f"\n · {name}")
     else:
         print(f"\nfused_lora/docs/support.md:\n\n| {name} | {' | '.join(outcomes)} |")
-    files = (
-        "tests/fused_lora/reading/test_families.py tests/fused_lora/reading/test_support_table.py"
-    )
+    files = "tests/fused_lora/adopt/test_families.py tests/fused_lora/adopt/test_support_table.py"
     print(f'\nThen run:\n\npython -m pytest {files} -k "{name} or lines"')
 
 

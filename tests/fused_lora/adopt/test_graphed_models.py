@@ -27,7 +27,6 @@ from cases.reference import assert_near, relative_error
 
 from fused_lora import Fusion, fuse
 from fused_lora.adopt.graphed_trainer import (
-    GraphedDecoder,
     _decoder_in,
     _forget_memory,
 )
@@ -109,7 +108,7 @@ def test_graphs_are_the_eager_steps(name, device, monkeypatch, fp8_in_fp32):
     model = fused(name, device)
     twin, decoder = copy.deepcopy(model), _decoder_in(model)
     forget = partial(_forget_memory, decoder)
-    graphed = GraphedDecoder(decoder, forget, max_graphs=8)
+    graphed = GraphedModule(decoder, forget, max_graphs=8)
     for seed in range(EAGER_CALLS):
         with graphed.in_place():
             step(model, seed)
@@ -224,7 +223,7 @@ def test_rows_keep_their_padding_where_graphs_want_one_shape(is_parted, device, 
         inputs["attention_mask"][0, 2] = 0
     ran = layer_case.operands_of_calls(monkeypatch)
     decoder = _decoder_in(fused)
-    with GraphedDecoder(decoder, tuple, max_graphs=8).in_place():
+    with GraphedModule(decoder, tuple, max_graphs=8).in_place():
         loss = fused(**inputs).loss
     ((hidden, _, _, mask, *_),) = ran
     assert hidden.shape[:2] == inputs["input_ids"].shape

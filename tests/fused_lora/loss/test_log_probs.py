@@ -9,7 +9,7 @@ from cases.log_probs_case import FIELDS, SCALING, eager, make
 from cases.pairwise import pairwise
 from cases.reference import assert_within_budget, random
 
-from fused_lora.loss import log_probs
+from fused_lora import log_probs
 from fused_lora.loss.log_probs import HeadAdapter
 from fused_mlp.launching import DTYPES
 
