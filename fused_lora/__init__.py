@@ -1,4 +1,4 @@
-"""Fused LoRA training for any PEFT model, added with one call and undone with another.
+"""Fused LoRA training for PEFT models, added with one call and undone with another.
 
     from fused_lora import fuse, unfuse
 

@@ -1,5 +1,5 @@
-"""The switches of `Fusion`, setting forwards and taking them back, the report, and the calls beside
-`fuse`: `graph_steps` and `shard_base`.
+"""Switches, what sets forwards and takes them back, the report, `graph_steps` and `shard_base`.
 
-A new switch is a `Part` in `switches.py`, with its sites and what proves that it ran.
+A new switch is a `Part` in `switches.py`: the modules it applies to, and the functions and kernels
+that a profile shows when it ran.
 """

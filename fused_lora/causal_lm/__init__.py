@@ -1,4 +1,5 @@
 """The forward of a causal language model: its decoder on packed rows, and the fused loss.
 
-Each is set by `fuse` like those of `forwards/`, on which they stand.
+Change here how labels, padding and documents reach the loss. `fuse` sets these forwards too; they
+build on `forwards/`.
 """

@@ -1,4 +1,6 @@
-"""Cleverness about other people's code: PEFT, transformers, TRL, accelerate, FSDP.
+"""Workarounds for other libraries (PEFT, transformers, TRL, accelerate, FSDP), and checks whether
+somebody has changed them.
 
-If a library's new release breaks something, the repair goes here, with the version in a comment.
+If a new release breaks something, mend it here if you can, and name the version in a comment. What
+a trainer does inside a step is in `adopt/graphed_trainer.py`.
 """

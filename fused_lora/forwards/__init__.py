@@ -1,6 +1,6 @@
-"""The forwards that `fuse` sets on the modules of a layer, and on layers: one kind of module a
-file.
+"""Forwards that `fuse` sets on the modules of a layer, and on layers: one kind of module a file,
+and what they share.
 
-Each reads its module anew in every call, runs a function of `functions/` or `layer/`, or steps
-aside and says so.
+Add a technique's forward here. On every call each reads its module again, then runs the fused
+function or steps aside with a warning.
 """

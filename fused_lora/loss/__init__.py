@@ -1,5 +1,6 @@
 """The loss without logits: cross-entropy and log-probabilities, chunk by chunk, on a head in bf16
 or FP8.
 
-Add a precision as a subclass of `Head`. Functions know tensors alone.
+A precision is a subclass of `Head`, which the losses choose by a flag. Functions know tensors
+alone.
 """

@@ -2,7 +2,7 @@
 
 We list a class once we have read its forward, in the oldest and the newest transformers that we
 support (5.17, 5.24), and it computes what its form (`forms.py`) says and nothing else. The forwards
-in this folder read the forms; none asks for a family by name.
+in `forwards/` read the forms; none asks for a family by name.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The computation of a class, in the words that the forwards of this folder read.
+"""The computation of a class, in the words that `forwards/` reads.
 
 A form's fields name the attributes and modules of a class. Anything that a form does not mention
 works as in Llama. `families.py` says which class has which form.

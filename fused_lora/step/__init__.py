@@ -1,4 +1,5 @@
 """A whole step: CUDA graphs, checkpointing, recomputation, offload, several ranks.
 
-It takes any module, and knows nothing of PEFT or transformers.
+Change here how often something runs and where its memory lies. A step takes any module: it imports
+neither PEFT nor transformers.
 """

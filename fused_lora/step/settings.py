@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 Attributes = dict[type, tuple[str, ...]]  # by class
 MODES: Attributes = {nn.Module: ("training",), _DropoutNd: ("p",)}
-# PEFT's, which only `adopt/` knows. Adapters that are merged stay so: the weights hold them.
+# PEFT's, which only rooms above know. Adapters that are merged stay so: the weights hold them.
 ADAPTERS: Attributes = {}
 MERGED: Attributes = {}
 # Three quarters of a model with adapters, the same in both modes.

@@ -1,4 +1,5 @@
-"""Places of frozen weights: one kind a file, in bf16, FP8, 4 bits or sharded.
+"""Storage of frozen weights: in bf16, FP8, 4 bits, or sharded.
 
-A new kind is a subclass of `Border` and its buffer in `layer/`.
+A kind that users ask for is a subclass of `Border`. One that the weights themselves show, as 4 bits
+do, extends `DefaultBorder`. Its buffer goes into `layer/`.
 """
