@@ -23,7 +23,6 @@ from bench.plan import LEARNING_RATE, Plan
 from bench.profiler import Profile, profile_step
 from bench.ranks import Ranks
 from bench.records import Cell, GpuTimes, Parity
-from fused_lora.kernels import interpreter
 from models import Built
 from trainer import (
     KINDS_OF_MICRO_BATCHES,
@@ -47,7 +46,9 @@ class Block(NamedTuple):
 def make_ready(variant: str, device: str) -> None:
     """Set up this process for a variant, before anything imports transformers or peft."""
     if device == "cpu":
-        interpreter.prepare_interpreter()
+        from fused_lora.kernels.interpreter import prepare_interpreter
+
+        prepare_interpreter()
     if recipe_of(variant).library == "unsloth":
         # it writes generated code there and imports it
         os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"

@@ -9,8 +9,6 @@ import pytest
 import torch
 from cases.alone import turn
 
-from fused_lora.kernels import interpreter
-
 HAS_GPU = torch.cuda.is_available()
 IS_A_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 CACHED = 2**30  # bytes of the GPU that a worker keeps between tests
@@ -19,9 +17,11 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     threads = os.environ.get("TEST_THREADS", "1")
     os.environ["OMP_NUM_THREADS"] = threads  # for processes that tests start: see below
-    interpreter.prepare_interpreter()
     from cases.quick_interpreter import make_quick
 
+    from fused_lora.kernels.interpreter import prepare_interpreter
+
+    prepare_interpreter()
     make_quick()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times
     # as long as a single thread
