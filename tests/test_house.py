@@ -96,6 +96,19 @@ def test_modules_at_the_root_import_no_room_above_them():
         assert imported and not {module.split(".")[0] for module in imported} & {*above[first:]}
 
 
+OF_THE_BENCHMARK = re.compile(
+    r"^ *(?:from|import) (?:(?:bench|report|models|trainer|variants|batches|lora_bench)\b"
+    r"|cases\.(?:(?:ablation|picture|rehearsal|table)_case|example_results))",
+    re.MULTILINE,
+)
+
+
+def test_the_librarys_tests_import_nothing_of_the_benchmark():
+    tests = [*(ROOT / "tests").glob("fused_*/**/*.py"), ROOT / "tests" / "contract.py"]
+    assert len(tests) > 50
+    assert not [path.name for path in tests if OF_THE_BENCHMARK.search(path.read_text())]
+
+
 VALUE = "x" * 12  # stands for a value that a message fills in
 TWO_LINES = 160
 REASON = 97  # the rest of the two lines names the part or class, and says what to do
