@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ..causal_lm.documents import decoders
 from ..foreign import checkpointing
 from ..foreign.trl_head import is_flat_collator
-from ..forwards.layer import borders_of
 from ..packing import FilledRows
 from ..step.checkpoint import Checkpoint
 from ..step.flat_gradients import FlatGradients
 from ..step.graphed_module import GraphedModule
 from ..telling import warn
+from ..weights.borders import borders_of
 from ..weights.four_bit_parts import memories_of
 
 

@@ -7,10 +7,9 @@ from torch import nn
 
 from ..foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
 from ..foreign.forwards import fused_parts_of
-from ..forwards.layer import borders_of
 from ..forwards.layer_reading import layer_weights
 from ..reading.projection import BASE_IS_TRAINED, has_adapters
-from ..weights.borders import Border
+from ..weights.borders import Border, borders_of
 from .switches import BORDERS, SWITCHES, switches_for
 
 # The parts that a module was set to run. Its forward no longer tells once it is replaced.

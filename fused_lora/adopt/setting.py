@@ -14,11 +14,12 @@ from ..foreign.forwards import (
     why_not_own_forward,
 )
 from ..foreign.parallel import let_shard
-from ..forwards.layer import BorderedForward, borders_of, give_borders
+from ..forwards.layer import give_borders
 from ..forwards.mixer_layer import mixers
 from ..reading.aside import keep_reported, share_told
 from ..reading.site import FusedForward, Site
-from ..weights.borders import Border
+from ..weights.borders import Border, LayerBorders, borders_of
+from ..weights.default_border import DefaultBorder
 from ..weights.four_bit_parts import memories_of, share_memories
 from ..weights.own_memory import leave_buffers
 from .report import PARTS_SET
@@ -37,9 +38,10 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
     they already ran. kind: of borders for whole layers; None: keep theirs."""
     sites, memories = list(_sites_by_module(model, wanted, kind)), memories_of(model)
     for module, parts, site in sites:
-        owner = FusedForward(site.forward, module, parts)
-        if "layer" in parts:
-            owner = BorderedForward(site.forward, module, parts, borders_of(module), kind)
+        owner, borders = FusedForward(site.forward, module, parts), borders_of(module)
+        if "layer" in parts and (borders is None or kind not in (None, borders.kind)):
+            borders = LayerBorders(kind or DefaultBorder)
+        owner.borders = borders
         module.forward = owner.forward
         setattr(module, PARTS_SET, parts)
     running = running_in(model)

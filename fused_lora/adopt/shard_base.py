@@ -7,12 +7,12 @@ from torch import nn
 from fused_mlp.launching import DTYPES
 
 from ..foreign.parallel import is_in_fsdp, keep_from_ddp
-from ..forwards.layer import borders_of
 from ..forwards.layer_reading import read_groups
 from ..forwards.rms_norm import normed_layers
 from ..layer.shards import Shard
 from ..reading.projection import has_adapters
 from ..reading.refusal import attempt
+from ..weights.borders import borders_of
 from ..weights.default_border import DefaultBorder
 from ..weights.sharded_weight import ShardedWeight
 from .report import NO_ADAPTERS

@@ -7,7 +7,7 @@ The report lists them in this order. It has no other meaning.
 from functools import partial
 
 from ..causal_lm import cross_entropy
-from ..forwards import attention, delta_net, experts, layer, linear, mlp, rms_norm
+from ..forwards import attention, delta_net, experts, layer, layer_reading, linear, mlp, rms_norm
 from ..reading.four_bit import why_not_norms
 from ..reading.site import Evidence, Part, Site
 from ..weights.borders import Border
@@ -50,7 +50,9 @@ LOSS = Site(
     cross_entropy.causal_lms, cross_entropy.read_answered_head, cross_entropy.causal_lm_forward
 )
 FP8_LOSS = LOSS._replace(read=cross_entropy.read_fp8_head)
-LAYER = Site(rms_norm.normed_layers, layer.read_layer, layer.layer_forward, left=lambda slow: slow)
+LAYER = Site(
+    rms_norm.normed_layers, layer_reading.read_layer, layer.layer_forward, left=lambda slow: slow
+)
 
 # --- parts ----------------------------------------------------------------------------------------
 
@@ -110,6 +112,6 @@ BORDERS: dict[str, type[Border]] = {"fp8": Fp8Border}
 
 def switches_for(kind: type[Border] | None) -> dict[str, Part]:
     """Return SWITCHES for layers in buffers of this kind. None: keep the kind they have."""
-    site = LAYER._replace(read=partial(layer.read_layer, kind=kind))
+    site = LAYER._replace(read=partial(layer_reading.read_layer, kind=kind))
     evidence = FP8_LAYERS_RAN if kind is Fp8Border else LAYERS_RAN
     return SWITCHES | {"layer": SWITCHES["layer"]._replace(sites=(site,), evidence=evidence)}

@@ -26,7 +26,6 @@ from ..foreign.originals import why_replaced
 from ..foreign.versions import class_forward, is_checkpointed
 from ..forwards.attend import has_sinks, rotates, window_of
 from ..forwards.attention import output_of, read_qkv, why_not_as_one, why_not_sdpa
-from ..forwards.layer import borders_of
 from ..forwards.layer_reading import takes_attention
 from ..forwards.linear import read_output
 from ..forwards.mixer_layer import check_apart, keeps_apart
@@ -40,6 +39,7 @@ from ..reading.site import having, unfused
 from ..step import padding_seen
 from ..step.graphed_module import is_graphed
 from ..telling import warn
+from ..weights.borders import borders_of
 
 # the parts of the forward of a decoder, and of a mixer, that keeps documents apart
 DOCUMENTS = frozenset({"documents"})

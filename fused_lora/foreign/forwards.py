@@ -34,8 +34,8 @@ class Owner:
     """The object that our forwards are methods of. It does not keep the module alive.
 
     parts: those the module runs fused. told, reported: reasons not to repeat (`aside.py`).
-    memories: for weights in 4 bits (`weights/four_bit_parts.py`). trl_head: TRL's, which it
-    answers for.
+    memories: for weights in 4 bits (`weights/four_bit_parts.py`). borders: of a whole layer
+    (`weights/borders.py`). trl_head: TRL's, which it answers for.
     """
 
     def __init__(self, module: nn.Module, parts: frozenset[str]):
@@ -45,6 +45,7 @@ class Owner:
         self.told: set[str] = set()  # `fuse` shares it among all modules of a model
         self.reported: set[str] = set()  # for this module, by the report of `fuse`
         self.memories: Any = None  # one for a model
+        self.borders: Any = None
 
     @property
     def module(self) -> Any:

@@ -124,13 +124,6 @@ def why_not_mixer(layer: Any) -> str | None:
     return None
 
 
-def why_not_mask(mask: Tensor | None) -> str | None:
-    """Return the reason if a call's mask keeps a layer with a mixer from running fused."""
-    if mask is not None and mask.ndim != 2:
-        return f"its attention_mask is {list(mask.shape)}, should be [batch, positions]"
-    return None
-
-
 def why_slow(layer: Any) -> dict[str, str]:
     """Return the reason why a layer's mixer is not a fast library's, by its name in the layer."""
     form = layer_form(layer)

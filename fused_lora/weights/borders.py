@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fused_mlp.launching import is_capturing
 
+from ..foreign.forwards import owner_of
 from ..kernels.rows import empty_rows
 from ..layer.buffer import Buffer, WeightGroup
 from ..layer.filling import Filling
@@ -260,3 +261,9 @@ class LayerBorders(Filling):
         if device.type == "cuda" and any(was_made for _, was_made in found):
             torch.cuda.empty_cache()  # the freed pieces are too small for the next buffers
         return [bordered for bordered, _ in found]
+
+
+def borders_of(module: nn.Module) -> LayerBorders | None:
+    """Return the borders that a module's forward runs on, if any."""
+    owner = owner_of(module)
+    return None if owner is None else owner.borders
