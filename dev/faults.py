@@ -33,7 +33,7 @@ FAULTS = (
     Fault("fused_lora/causal_lm/documents.py", "len(place) * seq_idx", "len(place)",
           "documents_in_mixers"),
     Fault("fused_lora/kernels/output_gate.py", "(1.0 - share)", "share", "launchers"),
-    Fault("fused_lora/forwards/delta_net.py", "decay, b.sigmoid()", "decay, a.sigmoid()",
+    Fault("fused_lora/forwards/delta_net.py", "v, b.sigmoid()", "v, a.sigmoid()",
           "delta_net families"),
     Fault("fused_lora/kernels/logits.py", "exp_sum = exp_sum * factor + tl.sum(",
           "exp_sum = exp_sum + tl.sum(", "cross_entropy_kernel"),

@@ -20,7 +20,10 @@ MLP = Site(
     left=lambda reads: reads.left, why_not_there=why_not_norms,
 )  # fmt: skip
 EXPERTS = Site(
-    experts.experts, experts.read_experts, experts.experts_forward, units=experts.parameters_of
+    experts.experts,
+    experts.read_experts,
+    experts.experts_forward,
+    units=lambda wrapper: experts.PARAMETERS,
 )
 QKV = Site(
     attention.qkv_attentions, attention.read_qkv, attention.self_attention_forward,

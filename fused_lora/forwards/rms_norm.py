@@ -91,9 +91,8 @@ def gated_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def read_gated_norm(norm: Any, dtype: torch.dtype | None = None) -> None:
     """Raise a Refusal if this gated norm cannot run fused. dtype: the input's, in a call."""
     refuse(why_not_class(norm, "RMSNormGated"))
-    activation = getattr(norm, known_form(norm, "RMSNormGated").activation)
-    if activation != "silu":
-        raise Refusal(f"its activation is {activation}, not silu")
+    if norm.activation != "silu":
+        raise Refusal(f"its activation is {norm.activation}, not silu")
     if (reason := why_not_plain(norm, norm.weight)) is not None:
         raise Refusal(f"its weight {reason}")
     if dtype not in (None, *DTYPES):

@@ -72,17 +72,16 @@ class ExpertsForm(NamedTuple):
     """The experts of a mixture: down(activation(gate(x)) * up(x)) each, of gate_up_proj [experts,
     2 intermediate, hidden] and down_proj, and a sum by routing weights.
 
-    activation: the attribute that holds the activation.
     is_clamped: it computes as gpt-oss, with biases and a clamped gate. gate_up_proj is [experts,
         hidden, 2 intermediate], and gate and up alternate in its columns.
     """
 
-    activation: str = "act_fn"
     is_clamped: bool = False
 
 
 class NormForm(NamedTuple):
-    """An RMSNorm: x / rms(x) times its weight, or times 1 + weight if zero_centered.
+    """An RMSNorm: x / rms(x) times its weight, or times 1 + weight if zero_centered. With a gate
+    it multiplies that by silu(gate), and has the name "silu" as `activation`.
 
     eps: the attribute that holds it.
     """
@@ -91,39 +90,20 @@ class NormForm(NamedTuple):
     eps: str = "variance_epsilon"
 
 
-class DeltaNetForm(NamedTuple):
-    """A gated delta net: in-projections, a causal convolution of [q | k | v], the recurrence on q,
-    k, v, sigmoid(b) and -exp(A_log) softplus(a + dt_bias), its norm with the gate z, out_proj.
+class MixerForm(NamedTuple):
+    """A mixer in place of attention. In parts `ProjectionsForm` names its projections.
 
-    projections: its layers for [q | k | v], z, b and a, which run as one. If there are two, their
-        outputs hold [q | k | v | z] and [b | a] head by head, as in Qwen3-Next.
-    output: its layer behind the norm. In parts `ProjectionsForm` names it.
+    A gated delta net: in-projections, a causal convolution of [q | k | v], the recurrence on q, k,
+    v, sigmoid(b) and -exp(A_log) softplus(a + dt_bias), its norm with the gate z, output. A short
+    convolution: output(c conv(b x)), with [b | c | x] from its projection and a causal convolution
+    of each feature, without activation.
+
+    projections: a net's layers for [q | k | v], z, b and a, which run as one. If there are two,
+        their outputs hold [q | k | v | z] and [b | a] head by head, as in Qwen3-Next.
     """
 
     projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     output: str = "out_proj"
-
-
-class ShortConvForm(NamedTuple):
-    """A short convolution: output(c conv(b x)), with [b | c | x] from its projection and a causal
-    convolution of each feature, without activation.
-
-    projections, output: its layers. In parts `ProjectionsForm` names them.
-    """
-
-    projections: tuple[str, ...] = ("in_proj",)
-    output: str = "out_proj"
-
-
-class GatedNormForm(NamedTuple):
-    """An RMSNorm of its first input, times the activation of its second: x / rms(x) * weight *
-    silu(gate).
-
-    eps, activation: the attributes that hold them.
-    """
-
-    eps: str = "variance_epsilon"
-    activation: str = "activation"
 
 
 class LayerForm(NamedTuple):
@@ -165,11 +145,9 @@ class LossForm(NamedTuple):
     divided_by, multiplied_by, capped_by: attributes of the text's config that scale or soft-cap
         the logits.
     has_router: its decoder is a mixture of experts, and may add its routers' loss.
-    norm: the norm behind its decoder's layers.
     """
 
     divided_by: str = ""
     multiplied_by: str = ""
     capped_by: str = ""
     has_router: bool = False
-    norm: str = "norm"
