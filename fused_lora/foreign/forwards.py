@@ -59,11 +59,9 @@ def has_lora(module: nn.Module) -> bool:
 def owner_of(module: nn.Module, at: str = "forward") -> Owner | None:
     """Return the owner of a forward of ours, which may lie beneath TRL's head."""
     forward = vars(module).get(at)
-    # not getattr: torch.compile of torch 2.11 does not find a method's __self__ that way
     owner = forward.__self__ if isinstance(forward, MethodType) else None
     if owner is module:
-        forward = beneath(forward)
-        owner = forward.__self__ if isinstance(forward, MethodType) else None
+        owner = getattr(beneath(forward), "__self__", None)
         if isinstance(owner, Owner) and owner.module is not module:
             return None  # TRL's head on a copy still calls the model that was copied
     return owner if isinstance(owner, Owner) else None

@@ -101,14 +101,12 @@ def _renamed(options: dict[str, Any], old: str, new: str) -> dict[str, Any]:
 def class_forward(module: nn.Module, *inputs, **options):
     """Run the forward of the module's class without the checkpointing around it: our forward has
     done that."""
-    return _without_checkpointing(type(module).forward)(module, *inputs, **as_named(options))
+    return without_checkpointing(type(module).forward)(module, *inputs, **as_named(options))
 
 
-def _without_checkpointing(forward: Any) -> Callable:
+@cache
+def without_checkpointing(forward: Any) -> Callable:
+    """Return a class's forward as `class_forward` runs it."""
     while getattr(getattr(forward, "__code__", None), "co_filename", "") == LAYERS_FILE:
         forward = forward.__wrapped__
     return forward
-
-
-# What class_forward runs for a class's forward, outside compiled code.
-without_checkpointing = cache(_without_checkpointing)
