@@ -47,7 +47,7 @@ NORM = Site(rms_norm.norms, rms_norm.read_norm, rms_norm.norm_forward)
 GATED_NORM = Site(rms_norm.gated_norms, rms_norm.read_gated_norm, rms_norm.gated_norm_forward)
 NORMED_LAYER = Site(
     rms_norm.normed_layers, rms_norm.read_normed_layer, rms_norm.normed_layer_forward,
-    gives_way_to="layer", is_listed=False,
+    gives_way_to="layer",
 )  # fmt: skip
 LOSS = Site(
     cross_entropy.causal_lms, cross_entropy.read_answered_head, cross_entropy.causal_lm_forward

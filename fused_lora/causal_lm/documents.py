@@ -54,7 +54,7 @@ MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
 def decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for norm in ("norm", "embedding_norm"):
-        yield from having("embed_tokens", "layers", norm)(model)
+        yield from having(model, "embed_tokens", "layers", norm)
 
 
 def decoder_forward(

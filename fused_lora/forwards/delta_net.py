@@ -37,7 +37,7 @@ UNTRAINED = "norm.weight", "conv1d.weight", "conv1d.bias", "A_log", "dt_bias"
 
 def delta_nets(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for form in set(FORMS["GatedDeltaNet"].values()):
-        yield from having(*form.projections, "conv1d", "norm", form.output)(model)
+        yield from having(model, *form.projections, "conv1d", "norm", form.output)
 
 
 def in_projections(net: nn.Module) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ it runs its class's forward, and warns once.
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -46,8 +46,8 @@ class Site(NamedTuple):
     why_not_there: the reason if other modules of the model keep the one of this name from running
         fused.
     forward: the forward to set; called with the module and the set of parts that it runs.
-    gives_way_to: a part whose forward is set instead if the module also runs that one.
-    is_listed: whether the report lists it. False if another site lists its modules.
+    gives_way_to: a part whose forward is set instead if the module also runs that one, and which
+        lists the module in the report.
     units: the names of the units that the report counts in such a module; "": itself.
     left: the units, given the result of `read`, that do not run fused: name -> reason.
     """
@@ -56,7 +56,6 @@ class Site(NamedTuple):
     read: Callable[[Any], Any]
     forward: Callable[..., Any]
     gives_way_to: str = ""
-    is_listed: bool = True
     units: Callable[[nn.Module], Collection[str]] = lambda module: ("",)
     left: Callable[[Any], dict[str, str]] = lambda read: {}
     why_not_there: Callable[[nn.Module, str], str | None] = lambda model, name: None
@@ -67,7 +66,11 @@ class Site(NamedTuple):
 
     def why_not_now(self, model: nn.Module, name: str) -> str | None:
         """Return the reason of `why_not`, or that the weights are on the CPU."""
-        return self.why_not(model, name) or _why_not_on_cpu(model.get_submodule(name))
+        if reason := self.why_not(model, name):
+            return reason
+        first = next(model.get_submodule(name).parameters(), None)
+        is_here = first is not None and first.device.type == "cpu"
+        return ON_CPU if KERNELS_WANT_A_GPU and is_here else None
 
 
 class Evidence(NamedTuple):
@@ -104,7 +107,7 @@ class Part(NamedTuple):
     def candidates(self, model: nn.Module) -> Iterator[tuple[str, Any, Site]]:
         """Yield the modules of a model that the report lists, with their names and sites."""
         for site in self.sites:
-            if site.is_listed:
+            if not site.gives_way_to:
                 for name, module in site.candidates(model):
                     yield name, module, site
 
@@ -133,21 +136,17 @@ class FusedForward(Owner):
         return self.function(module, self.parts, *inputs, **options)
 
 
-class _Thread(threading.local):
-    is_unfused = False
-
-
-_thread = _Thread()
+_is_unfused = ContextVar("is_unfused", default=False)
 
 
 @contextmanager
 def unfused() -> Iterator[None]:
     """Make every fused module run its class's forward, in this thread."""
-    before, _thread.is_unfused = _thread.is_unfused, True
+    token = _is_unfused.set(True)
     try:
         yield
     finally:
-        _thread.is_unfused = before
+        _is_unfused.reset(token)
 
 
 @cache
@@ -159,7 +158,7 @@ def _with_signature_of(own: Callable) -> Callable:
         if isinstance(self, nn.Module):  # accelerate binds what it wraps in autocast to the model
             raise RuntimeError(BOUND_TO_THE_MODEL)
         layer: Any = self.module
-        if _thread.is_unfused:  # for each token of generate()
+        if _is_unfused.get():  # for each token of generate()
             return without_checkpointing(type(layer).forward)(layer, *inputs, **options)
         options = as_ours(options)
         if self.checkpoints and is_checkpointed(layer):
@@ -186,19 +185,9 @@ def _is_on_cpu(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.device.type == "cpu"
 
 
-def _why_not_on_cpu(module: nn.Module) -> str | None:
-    first = next(module.parameters(), None)
-    is_here = first is not None and first.device.type == "cpu"
-    return ON_CPU if KERNELS_WANT_A_GPU and is_here else None
-
-
-def having(*names: str) -> Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]:
-    """Find modules that themselves have submodules of these names. PEFT's wrappers pass on those of
-    the wrapped module, and do not count."""
-
-    def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in model.named_modules():
-            if all(part in module._modules for part in names):
-                yield name, module
-
-    return candidates
+def having(model: nn.Module, *names: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules that themselves have submodules of these names. PEFT's wrappers pass on those
+    of the wrapped module, and do not count."""
+    for name, module in model.named_modules():
+        if all(part in module._modules for part in names):
+            yield name, module
