@@ -27,7 +27,6 @@ from .foreign.checkpointing import layers_of
 from .foreign.forwards import remove_taker, take_back
 from .foreign.parallel import REGISTER, REPLICATE, between_forwards, refuse_data_parallel, reshard
 from .forwards.layer_reading import layer_weights
-from .reading.four_bit import bytes_in_buffers
 from .reading.site import Part
 from .step.checkpoint import POLICIES, Checkpoint
 from .telling import warn
@@ -225,7 +224,10 @@ def _has_room(layer: nn.Module) -> bool:
     if not weights or not weights[0].is_cuda:
         return True
     free_bytes, _ = torch.cuda.mem_get_info(weights[0].device)
-    return free_bytes > 2 * sum(map(bytes_in_buffers, weights))
+    # 4 bits are multiplied in 16
+    return free_bytes > 2 * sum(
+        one.nbytes * (4 if type(one).__name__ == "Params4bit" else 1) for one in weights
+    )
 
 
 def unfuse(model: nn.Module) -> list[str]:

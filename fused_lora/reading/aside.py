@@ -64,13 +64,6 @@ def _reasons(left: dict[str, str]) -> Iterable[str]:
     return map(": ".join, left.items())
 
 
-def share_told(model: nn.Module) -> None:
-    """Share the reasons already given among all modules of the model."""
-    owners = [owner for owner in map(owner_of, model.modules()) if owner is not None]
-    for owner in owners:
-        owner.told = owners[0].told
-
-
 def why_unloaded(module: nn.Module, projections: Iterable[Any]) -> str | None:
     """Return the reason if no projection of a module has an adapter now, but some had when `fuse`
     was called. A module that never had any runs fused with the others."""
