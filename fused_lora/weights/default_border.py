@@ -41,7 +41,9 @@ class DefaultBorder(Border):
     def find_or_make(self, wanted: Wanted) -> tuple[WeightGroup, bool]:
         reads, parts = wanted.reads, wanted.parts
         is_gathered = any(is_gathered_in(read.base) for read in reads)
-        if not is_gathered and not any(read.is_packed or is_sharded(read) for read in reads):
+        if not is_gathered and not any(
+            read.is_packed or isinstance(read.weight, ShardedWeight) for read in reads
+        ):
             self._kept = None
             return super().find_or_make(wanted)
         places = _places_of(reads, is_gathered)
@@ -56,17 +58,10 @@ class DefaultBorder(Border):
         return layout.bordered(buffer, reads, parts), False
 
 
-def is_sharded(read: Projection) -> bool:
-    return isinstance(read.weight, ShardedWeight)
-
-
-def _parameter_of(read: Projection) -> Tensor:
-    return read.base.weight if read.is_packed else read.weight  # type: ignore[union-attr,return-value]
-
-
 def _places_of(reads: Sequence[Projection], is_gathered: bool) -> tuple:
     if is_gathered:  # to another address each time
-        parameters = [one for read in reads for one in (_parameter_of(read), held_bias(read))]
+        weights = (read.base.weight if read.is_packed else read.weight for read in reads)  # type: ignore[union-attr]
+        parameters = [*weights, *map(held_bias, reads)]
         dtypes = tuple(read.weight.dtype for read in reads)
         # an id could be that of another one, after the first is gone
         ids = tuple(one if one is None else (WeakIdRef(one), one.dtype) for one in parameters)
@@ -92,18 +87,15 @@ def _make(wanted: Wanted, layout: Layout, is_gathered: bool) -> ScratchBuffer:
     key = group, layout, inputs, like.dtype, like.device  # o and down may be alike
     if key not in scratches:
         scratches[key] = Scratch(empty_rows(like, layout.rows, inputs + layout.width).zero_())
-    weights = [_stored(read) for read in reads]
+    weights: list[Packed4bit | Tensor | Shard] = [  # as they are stored
+        packed(read.base) if read.is_packed
+        else read.weight.shard if isinstance(read.weight, ShardedWeight)
+        else read.weight
+        for read in reads
+    ]  # fmt: skip
     if not is_gathered:
         bias = move_biases(reads, layout, like.dtype)
         return ScratchBuffer(scratches[key], weights, bias, group=group)
     biases = [held_bias(read) for read in reads]
-    has_any = any(one is not None for one in biases)
-    bias = like.new_zeros(layout.rows) if has_any else None
+    bias = None if all(one is None for one in biases) else like.new_zeros(layout.rows)
     return ScratchBuffer(scratches[key], weights, bias, biases, group)
-
-
-def _stored(read: Projection) -> Packed4bit | Tensor | Shard:
-    """Return a projection's weight as it is stored."""
-    if isinstance(read.weight, ShardedWeight):
-        return read.weight.shard
-    return packed(read.base) if read.is_packed else read.weight
