@@ -36,8 +36,8 @@ from ..reading.known import known_form
 from ..reading.projection import why_call
 from ..reading.refusal import attempt, reason_of, refuse_documents
 from ..reading.site import having, unfused
-from ..step import padding_seen
 from ..step.graphed_module import is_graphed
+from ..step.masks import padding_seen
 from ..telling import warn
 from ..weights.borders import borders_of
 
@@ -257,7 +257,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs, labels
     is_token = mask.bool().to(labels.device)
     is_predicting = ~is_token & (labels != IGNORED)
-    seen = padding_seen.current()
+    seen = padding_seen()
     if is_capturing(mask):
         if seen is None or not ((seen.is_there or have_sinks(decoder)) and seen.is_apart):
             return inputs, labels

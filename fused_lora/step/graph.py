@@ -39,8 +39,7 @@ from .graph_checks import (
     worked_on,
 )
 from .learning_rates import LearningRates
-from .masks import LayersWithoutMask
-from .padding_seen import PaddingSeen
+from .masks import LayersWithoutMask, PaddingSeen
 from .settings import ModuleSettings
 
 # The first compiles and makes the optimizer's state. The second runs as all later ones will.

@@ -27,8 +27,7 @@ from .checkpoint import policies_in
 from .graph import EAGER_CALLS
 from .graph_checks import addresses_of, form_of, which_train
 from .leaves import new_leaves
-from .masks import MASK, LayersWithoutMask
-from .padding_seen import PaddingSeen
+from .masks import MASK, LayersWithoutMask, PaddingSeen
 from .replays import CapturedModule, Replays
 from .settings import ModuleSettings
 

@@ -9,11 +9,14 @@ needs a mask. If it needed none eagerly, it needs none in the graph.
 With all attention fused, position_ids do no harm: in the graph its kernels take the bounds of
 whatever documents there are (`kernels/documents.py`). With the loss fused as well, an
 attention_mask does no harm either, if the eager calls had padding on which no label depends: the
-graph treats a row's padding as a separate document.
+graph treats a row's padding as a separate document. A graph cannot look at a mask, so the model
+called in a step finds notes (`padding_seen`): it writes down what it sees in eager calls, and reads
+them during a capture.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,12 +24,36 @@ from torch import Tensor, nn
 
 from ..kernels.documents import is_documents
 from ..telling import warn
-from .hooks import Bystander, removed_after
-from .padding_seen import PaddingSeen
+from .hooks import Bystander
 
 MASK = "attention_mask"
 # Inputs whose values, not just their shapes, decide whether there is a mask.
 DECIDING = (MASK, "position_ids")
+
+
+class PaddingSeen:
+    """Notes of one step on the padding in its batches."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+        self.is_apart = True  # no labelled token depends on it
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Context in which the model runs or is captured."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+_current: ContextVar[PaddingSeen | None] = ContextVar("padding seen", default=None)
+
+
+def padding_seen() -> PaddingSeen | None:
+    """Return the notes of the step that is calling the model, None outside of one."""
+    return _current.get()
 
 
 class LayersWithoutMask:
@@ -104,11 +131,12 @@ def _is_compiled(layer: nn.Module) -> bool:
     return layer._compiled_call_impl is not None
 
 
-def _hooked(layers: Sequence[nn.Module], hook: _Noting | _Keeping) -> AbstractContextManager[None]:
+def _hooked(layers: Sequence[nn.Module], hook: _Noting | _Keeping) -> ExitStack:
     """Call the hook before every call of these layers. It comes ahead of their other hooks, so none
     of those sees a mask that it removes."""
-    return removed_after(
-        layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-        for layer in layers
-        if not _is_compiled(layer)
-    )
+    hooks = ExitStack()
+    for layer in layers:
+        if not _is_compiled(layer):
+            handle = layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            hooks.enter_context(handle)
+    return hooks
