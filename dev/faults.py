@@ -221,7 +221,7 @@ FAULTS = (
           "fuse_layer"),
     Fault("fused_lora/adopt/setting.py", "not outer or", "", "fuse_sharded"),
     Fault("fused_lora/fuse.py", '"cross_entropy" in running_in(model)',
-          '"cross_entropy" in ask.parts', "fuse_checkpoint"),
+          '"cross_entropy" in asked', "fuse_checkpoint"),
     Fault("fused_lora/fuse.py", "(REGISTER, REPLICATE, PARTS_SET, ASKED)",
           "(REGISTER, PARTS_SET, ASKED)", "fuse_trainer"),
     Fault("fused_lora/packing.py", "labels.masked_fill(mask == 0, -100)",
