@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import BuiltinFunctionType
 from typing import Any
 
 from torch import nn
@@ -32,11 +31,6 @@ def why_replaced(module: str, *names: str) -> str | None:
         if found is not None and (reason := why_not(found, module, name)) is not None:
             return reason
     return None
-
-
-def is_builtin(function: Any) -> bool:
-    """Return True for a torch function that is not written in Python."""
-    return isinstance(function, BuiltinFunctionType)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,7 +12,6 @@ from transformers.activations import GELUTanh, SiLUActivation
 from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.utils import ACTIVATIONS
 
-from ..foreign.originals import is_builtin
 from ..reading.aside import say_left, step_aside
 from ..reading.forms import MLPForm
 from ..reading.known import known_form, why_not_class
@@ -60,7 +60,7 @@ def activation_name(activation: Any) -> str:
         return "silu"
     if type(activation) is GELUTanh:
         function = activation.act  # F.gelu with an option, or a Python version
-        if isinstance(function, partial) and is_builtin(function.func):
+        if isinstance(function, partial) and isinstance(function.func, BuiltinFunctionType):
             return "gelu_tanh"
     return type(activation).__name__
 
