@@ -56,7 +56,7 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     backward does not call. So every step runs in its `no_sync`, and we average the gradients after
     the last micro-batch of an update, once and with the same result. Shapes may differ between
     ranks. It also holds the nodes that accumulate gradients, so we capture new parameters on the
-    same memory instead (`step/leaves.py`).
+    same memory instead (`new_leaves`).
 
     With args.logging_nan_inf_filter, a Trainer's default, the host reads every loss. We do the same
     on the GPU, and the host no longer waits: the trainer gets a copy of its arguments without it.

@@ -56,7 +56,9 @@ def shard_base(model: nn.Module, group: dist.ProcessGroup | None = None) -> list
         if isinstance(weight, ShardedWeight):
             continue
         rows = weight.detach().chunk(group.size())[group.rank()]
-        shard = Shard(rows.to(_device_for(weight), copy=True), group)
+        is_late = weight.device.type == "cpu" and torch.cuda.is_available()
+        device = f"cuda:{torch.cuda.current_device()}" if is_late else weight.device
+        shard = Shard(rows.to(device, copy=True), group)
         sharded = nn.Parameter(ShardedWeight.of(shard), requires_grad=False)
         for base in owners:
             base.weight = sharded
@@ -94,9 +96,3 @@ def _bases_to_shard(model: nn.Module, ranks: int) -> dict[str, nn.Linear]:
             f"shard_base finds no layer to shard: {why if has_adapters(model) else NO_ADAPTERS}"
         )
     return bases
-
-
-def _device_for(weight: torch.Tensor) -> torch.device:
-    """Return the GPU, also for a model that is still on the CPU."""
-    is_late = weight.device.type == "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if is_late else weight.device

@@ -44,7 +44,11 @@ ROTATING = Site(
     attention.rotating_attentions, attention.read_rotating, attention.self_attention_forward
 )
 NORM = Site(rms_norm.norms, rms_norm.read_norm, rms_norm.norm_forward)
-GATED_NORM = Site(rms_norm.gated_norms, rms_norm.read_gated_norm, rms_norm.gated_norm_forward)
+GATED_NORM = Site(
+    partial(rms_norm.norms, kind="RMSNormGated"),
+    rms_norm.read_gated_norm,
+    rms_norm.gated_norm_forward,
+)
 NORMED_LAYER = Site(
     rms_norm.normed_layers, rms_norm.read_normed_layer, rms_norm.normed_layer_forward,
     gives_way_to="layer",

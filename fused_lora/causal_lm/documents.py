@@ -122,7 +122,9 @@ def _documents_in(
         return None
     if has_mixers and position_ids.ndim == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]  # the text's, before those of images
-    if position_ids.ndim != 2 or (_has_axes(decoder) and not has_mixers):
+    # in Qwen-VL a position has several numbers: text, height and width
+    has_axes = "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
+    if position_ids.ndim != 2 or (has_axes and not has_mixers):
         return None
     documents = documents_of(position_ids.expand(len(batch), -1))
     is_packed = is_capturing(position_ids) or bool(documents[:, :, 0].any())
@@ -185,11 +187,6 @@ def check_not_empty(module: nn.Module, inputs: dict[str, Any]) -> None:
                 f"a fused {type(module).__name__} needs a batch with tokens, got {name} "
                 f"{list(rows.shape)}: skip empty batches"
             )
-
-
-def _has_axes(decoder: Any) -> bool:
-    """Return True if a position has several numbers (text, height and width in Qwen-VL)."""
-    return "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
 
 
 def takes_documents(decoder: Any) -> bool:

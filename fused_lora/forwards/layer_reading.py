@@ -1,7 +1,7 @@
 """Reading a decoder layer for the switch `layer`: its projections by buffer and its norms, as they
 are now, or why it cannot run as one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -207,15 +207,14 @@ def parts_and_ranks(
     ranks = []
     for group_parts, (owner, names) in zip(parts, grouped_projections(layer), strict=True):
         largest = [
-            max((A.out_features for A in _adapters_of(owner._modules[name])), default=0)
+            max(
+                (A.out_features for A in getattr(owner._modules[name], "lora_A", {}).values()),
+                default=0,
+            )
             for name in names
         ]
         ranks.append(largest * (len(group_parts) // len(names)))
     return parts, ranks
-
-
-def _adapters_of(projection: Any) -> Iterable[Any]:
-    return projection.lora_A.values() if hasattr(projection, "lora_A") else ()
 
 
 def names_of_norms(form: LayerForm) -> tuple[str, str, str, str]:

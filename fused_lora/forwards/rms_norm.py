@@ -19,9 +19,9 @@ from ..reading.projection import CAST, why_call, why_not_plain
 from ..reading.refusal import Refusal, attempt, refuse
 
 
-def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def norms(model: nn.Module, kind: str = "RMSNorm") -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith(kind):
             yield name, module
 
 
@@ -80,12 +80,6 @@ def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
 
 
 # --- with a gate ----------------------------------------------------------------------------------
-
-
-def gated_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if type(module).__name__.endswith("RMSNormGated"):
-            yield name, module
 
 
 def read_gated_norm(norm: Any, dtype: torch.dtype | None = None) -> None:

@@ -88,6 +88,14 @@ SINKS = AttentionForm(separates_documents=False, sinks="sinks", shares_angles=Tr
                       passes=(*OWN_WINDOW, ("s_aux", "sinks")))  # fmt: skip
 SOFT_CAP = ("softcap", "attn_logit_softcapping")
 
+
+def _around(module: str, prefix: str, **forms: Any) -> Family:
+    """Return a model around towers of other families: its own classes, its loss above all."""
+    names = {"ForCausalLM": f"{prefix}ForConditionalGeneration"}
+    none = dict.fromkeys(("attention", "mlp", "norm", "layer"))
+    return Family(module, prefix, names=names, **none | forms)
+
+
 FAMILIES = (
     Family("llama", "Llama", whole=True),
     Family("mistral", "Mistral", AttentionForm(passes=CONFIGS_WINDOW), whole=True),
@@ -173,21 +181,13 @@ FAMILIES = (
            names={"MLP": "Qwen2MLP", "ForCausalLM": "Qwen2_5_VLForConditionalGeneration"}),
     Family("qwen3_vl", "Qwen3VLText", AttentionForm(norms="heads"),
            names={"ForCausalLM": "Qwen3VLForConditionalGeneration"}),
-    # around towers of other families
-    Family("gemma4", "Gemma4", None, None, None, None, GEMMA_LOSS,
-           names={"ForCausalLM": "Gemma4ForConditionalGeneration"}),
-    Family("gemma4_unified", "Gemma4Unified", None, None, None, None, GEMMA_LOSS,
-           names={"ForCausalLM": "Gemma4UnifiedForConditionalGeneration"}),
-    Family("lfm2_vl", "Lfm2Vl", None, None, None, None,
-           names={"ForCausalLM": "Lfm2VlForConditionalGeneration"}),
-    Family("gemma3", "Gemma3", None, None, None, None,
-           names={"ForCausalLM": "Gemma3ForConditionalGeneration"}),
-    Family("qwen3_5", "Qwen3_5", None, None, None, None,
-           names={"ForCausalLM": "Qwen3_5ForConditionalGeneration"}),
-    Family("mistral3", "Mistral3", None, None, NormForm(), None,
-           names={"ForCausalLM": "Mistral3ForConditionalGeneration"}),
-    Family("llava", "Llava", None, None, None, None,
-           names={"ForCausalLM": "LlavaForConditionalGeneration"}),
+    _around("gemma4", "Gemma4", loss=GEMMA_LOSS),
+    _around("gemma4_unified", "Gemma4Unified", loss=GEMMA_LOSS),
+    _around("lfm2_vl", "Lfm2Vl"),
+    _around("gemma3", "Gemma3"),
+    _around("qwen3_5", "Qwen3_5"),
+    _around("mistral3", "Mistral3", norm=NormForm()),
+    _around("llava", "Llava"),
 )  # fmt: skip
 
 # For each kind of class: the field of Family with its form, and the end of its name.

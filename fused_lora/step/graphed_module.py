@@ -26,7 +26,6 @@ from .capture import Cuda, copy_into, empty_buffers, noting
 from .checkpoint import policies_in
 from .graph import EAGER_CALLS
 from .graph_checks import addresses_of, form_of, which_train
-from .leaves import new_leaves
 from .masks import MASK, LayersWithoutMask, PaddingSeen
 from .replays import CapturedModule, Replays
 from .settings import ModuleSettings
@@ -240,6 +239,32 @@ class _Form:
     eager_calls: int = 0
     refused: bool = False
     captured: CapturedModule | None = None
+
+
+@contextmanager
+def new_leaves(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Context in which new parameters on the same memory, in this order, replace those of a module.
+    Tied ones stay tied.
+
+    Autograd accumulates a parameter's gradient in a node that remembers the stream it was made on,
+    and lives as long as somebody holds it. DistributedDataParallel holds all of them, made on
+    CUDA's default stream, and a captured backward may not wait for that one. A new parameter has no
+    node yet: it gets one on the capture's stream.
+    """
+    leaves = {one: nn.Parameter(one.detach()) for one in parameters}
+    replaced = [
+        (owner._parameters, name, one)
+        for owner in module.modules()
+        for name, one in owner._parameters.items()
+        if one in leaves
+    ]
+    try:
+        for owned, name, one in replaced:
+            owned[name] = leaves[one]
+        yield [*leaves.values()]
+    finally:
+        for owned, name, one in replaced:
+            owned[name] = one
 
 
 def is_graphed(module: nn.Module) -> bool:
