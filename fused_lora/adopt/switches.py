@@ -45,10 +45,9 @@ ROTATING = Site(
 )
 NORM = Site(rms_norm.norms, rms_norm.read_norm, rms_norm.norm_forward)
 GATED_NORM = Site(
-    partial(rms_norm.norms, kind="RMSNormGated"),
-    rms_norm.read_gated_norm,
+    partial(rms_norm.norms, kind="RMSNormGated"), rms_norm.read_gated_norm,
     rms_norm.gated_norm_forward,
-)
+)  # fmt: skip
 NORMED_LAYER = Site(
     rms_norm.normed_layers, rms_norm.read_normed_layer, rms_norm.normed_layer_forward,
     gives_way_to="layer",

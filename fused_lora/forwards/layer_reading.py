@@ -206,13 +206,8 @@ def parts_and_ranks(
     ]
     ranks = []
     for group_parts, (owner, names) in zip(parts, grouped_projections(layer), strict=True):
-        largest = [
-            max(
-                (A.out_features for A in getattr(owner._modules[name], "lora_A", {}).values()),
-                default=0,
-            )
-            for name in names
-        ]
+        adapters = (getattr(owner._modules[name], "lora_A", {}).values() for name in names)
+        largest = [max((A.out_features for A in its), default=0) for its in adapters]
         ranks.append(largest * (len(group_parts) // len(names)))
     return parts, ranks
 

@@ -92,7 +92,7 @@ SOFT_CAP = ("softcap", "attn_logit_softcapping")
 def _around(module: str, prefix: str, **forms: Any) -> Family:
     """Return a model around towers of other families: its own classes, its loss above all."""
     names = {"ForCausalLM": f"{prefix}ForConditionalGeneration"}
-    none = dict.fromkeys(("attention", "mlp", "norm", "layer"))
+    none: dict[str, Any] = dict.fromkeys(("attention", "mlp", "norm", "layer"))
     return Family(module, prefix, names=names, **none | forms)
 
 
