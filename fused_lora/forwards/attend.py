@@ -181,8 +181,8 @@ def _module_function(attention: nn.Module, name: str) -> Callable:
 
 # --- with sinks -----------------------------------------------------------------------------------
 # Each head's softmax has one more score, whose value is 0, as in gpt-oss. transformers has no sdpa
-# for it. It runs eagerly, with a mask of positions x positions in every layer, on flex_attention, or
-# on kernels from the hub. Our own kernels take the sinks, the sliding window and the bounds of
+# for it. It runs eagerly, with a mask of positions x positions in every layer, or on flex_attention
+# or kernels from the hub. Our own kernels take the sinks, the sliding window and the bounds of
 # documents, and no mask.
 
 
