@@ -26,7 +26,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.utils import clip_grad_norm_
 
 from ..loss.label_check import LabelsSeen, raise_earlier
-from .capture import Cuda, copy_into, empty_buffers, noting
+from .capture import Cuda, copy_into, empty_buffers
 from .checkpoint import Checkpoint, policies_in
 from .flat_gradients import FlatGradients, Shadow
 from .graph_checks import (
@@ -291,24 +291,21 @@ class GraphedStep(Joinable):
         gradients = [parameter.grad for parameter in self._trained]
         if accumulated:  # otherwise there are none
             self._held.clear()
-        causes: list[Exception] = []
-        noted = noting(causes)
         try:
             with graph.without_mask.kept():
                 replay_gradients, loss = self._cuda.capture(
-                    noted(lambda: self._captured_gradients(graph, accumulated))
+                    lambda: self._captured_gradients(graph, accumulated)
                 )
-            replay_update = self._cuda.capture(noted(self._update))[0] if update else None
+            replay_update = self._cuda.capture(self._update)[0] if update else None
         except Exception as error:
             self._start_over()
-            cause = causes[0] if causes else error
-            if isinstance(cause, torch.OutOfMemoryError):
-                raise cause from None
-            reason = (str(cause).splitlines() or [""])[0]
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = (str(error).splitlines() or [""])[0]
             raise RuntimeError(
-                f"GraphedStep: this step cannot be captured: {type(cause).__name__}: {reason}; "
+                f"GraphedStep: this step cannot be captured: {type(error).__name__}: {reason}; "
                 "train it eagerly, or remove what raised this"
-            ) from cause
+            ) from error
         finally:  # a capture does nothing yet
             for parameter, gradient in zip(self._trained, gradients, strict=True):
                 parameter.grad = gradient

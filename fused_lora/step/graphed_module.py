@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..telling import warn
-from .capture import Cuda, copy_into, empty_buffers, noting
+from .capture import Cuda, copy_into, empty_buffers
 from .checkpoint import policies_in
 from .graph import EAGER_CALLS
 from .graph_checks import addresses_of, form_of, which_train
@@ -169,8 +169,6 @@ class GraphedModule:
         copy_into(buffers, inputs)
         if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in trained):
             raise ValueError("a parameter has hooks, which a graph would not call: remove them")
-        causes: list[Exception] = []
-        noted = noting(causes)
         gradients = [one.grad for one in trained]
         for one in trained:
             self._replays.sums.setdefault(one, torch.zeros_like(one))
@@ -178,7 +176,7 @@ class GraphedModule:
         try:
             # backward may recompute layers
             with form.without_mask.kept(), new_leaves(self.module, trained) as leaves:
-                replay_forward, output = cuda.capture(noted(lambda: self._forward(buffers)))
+                replay_forward, output = cuda.capture(lambda: self._forward(buffers))
                 hidden = getattr(output, HIDDEN)
                 gradient = torch.empty_like(hidden)
                 replay_backward: Callable[[], None] | None = None
@@ -186,10 +184,8 @@ class GraphedModule:
                 if trained:
                     self.forget()
                     replay_backward, received = cuda.capture(
-                        noted(lambda: self._backward(hidden, gradient, trained, leaves))
+                        lambda: self._backward(hidden, gradient, trained, leaves)
                     )
-        except Exception as error:
-            raise (causes[0] if causes else error) from None
         finally:  # a capture does nothing yet
             for one, held in zip(trained, gradients, strict=True):
                 one.grad = held
