@@ -439,7 +439,7 @@ FAULTS = (
           "graphed_trainer"),
     Fault("fused_lora/weights/borders.py", "(buffer := border.buffer()) is not None",
           "(buffer := border.buffer()) is None", "graphed_trainer"),
-    Fault("fused_lora/step/masks.py", "options[MASK] is None and self.had_none.get(layer, True)",
+    Fault("fused_lora/step/masks.py", "mask is None and self.had_none.get(layer, True)",
           "options[MASK] is None", "graph_masks"),
     Fault("fused_lora/foreign/hooks.py", "not collected or key not in collected",
           "not collected", "fuse_aside"),
