@@ -18,13 +18,15 @@ from ..foreign.parallel import let_shard
 from ..forwards.layer import give_borders
 from ..forwards.mixer_layer import mixers
 from ..reading.aside import keep_reported
+from ..reading.fp8_checkpoint import drop_idle_hook
 from ..reading.site import FusedForward, Site
 from ..weights.borders import Border, LayerBorders, borders_of
 from ..weights.default_border import DefaultBorder
 from ..weights.four_bit_parts import memories_of
+from ..weights.fp8_weight import keep_fp8_from_ddp
 from ..weights.own_memory import leave_buffers
 from .report import PARTS_SET
-from .switches import BORDERS, SWITCHES, switches_for
+from .switches import SWITCHES, switches_for
 
 IN_LAYERS = {"mlp", "attention", "rope", "rms_norm", "layer"}
 
@@ -68,8 +70,8 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
     remove_taker(model)
     if names := [n for n, one in model.named_modules() if "cross_entropy" in fused_parts_of(one)]:
         model.register_forward_pre_hook(HeadTaker(names))
-    for each in BORDERS.values():
-        each.settle(model)
+    drop_idle_hook(model)
+    keep_fp8_from_ddp(model)
 
 
 def _is_within(name: str, outer: str) -> bool:

@@ -99,19 +99,10 @@ class Border:
         buffers."""
         return None
 
-    @staticmethod
-    def why_not_base(base: nn.Module) -> str | None:
-        """Return the reason if such a buffer cannot take a base layer's weight."""
-        return why_not_base(base)
-
-    @staticmethod
-    def take_in(base: nn.Linear) -> None:
-        """Prepare a linear layer whose weight will lie in such a buffer."""
-        let_save(base)
-
-    @staticmethod
-    def settle(model: nn.Module) -> None:
-        """Adjust a model for other libraries, once its forwards are set and its weights moved."""
+    # returns the reason if such a buffer cannot take a base layer's weight
+    why_not_base = staticmethod(why_not_base)
+    # prepares a linear layer whose weight will lie in such a buffer
+    take_in = staticmethod(let_save)
 
     def __init__(self) -> None:
         self._made: _Made | None = None

@@ -16,7 +16,7 @@ from ..reading.four_bit import is_4bit
 from ..reading.fp8_checkpoint import is_of_codes, scales_of
 from ..reading.projection import Projection
 from .borders import Border, Layout, Wanted, held_bias, layout_of, move_biases
-from .fp8_weight import Fp8Weight, become_fp8, keep_fp8_from_ddp, why_not_in_fp8
+from .fp8_weight import Fp8Weight, become_fp8, why_not_in_fp8
 from .own_memory import let_save
 from .sharded_weight import ShardedWeight
 
@@ -49,11 +49,6 @@ class Fp8Border(Border):
         let_save(base)
         if is_of_codes(base):
             checkpoint.let_train(base)
-
-    @staticmethod
-    def settle(model: nn.Module) -> None:
-        checkpoint.drop_idle_hook(model)
-        keep_fp8_from_ddp(model)
 
     def __init__(self) -> None:
         super().__init__()
