@@ -1,6 +1,5 @@
 """The report: which modules of a model run fused now, and why the others do not."""
 
-from collections.abc import Set
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -118,18 +117,14 @@ def _report_part(found: FusionReport, model: nn.Module, part: str, whole: tuple[
         left = site.left(site.read(module))
         found.left.update({f"{name}.{unit}": why for unit, why in left.items()})
         apart = left.keys() & set(units)
-        running += sum(_runs(module, unit, apart) for unit in units)
+        for unit in units:  # one without an adapter only runs fused together with all others
+            is_adapted = not apart or hasattr(module.get_submodule(unit), "lora_A")
+            running += is_adapted and unit not in apart
     found.counts[part] = f"{running} of {total} {SWITCHES[part].units}"
     if part == "layer" and found.fused[part]:
         borders = borders_of(model.get_submodule(found.fused[part][0]))
         if borders is not None:
             found.counts[part] += borders.kind.precision
-
-
-def _runs(module: nn.Module, unit: str, left: Set[str]) -> bool:
-    """Return True if a unit of a module runs fused, given the units left. One without an adapter
-    only does together with all others."""
-    return not left or (unit not in left and hasattr(module.get_submodule(unit), "lora_A"))
 
 
 def explained(model: nn.Module, reason: str | None) -> str | None:

@@ -69,11 +69,6 @@ def trl_forward(model: nn.Module, head: TrlHead) -> Any:
     return theirs
 
 
-def trl_output(**results: Any) -> Any:
-    """Return TRL's output for a call of its head."""
-    return sys.modules[UTILS].FusedCausalLMOutput(**results)
-
-
 def is_flat_collator(collator: Any) -> bool:
     """Return True for TRL's own collator that puts documents end to end, with no other option set
     but a multiple to pad to. One that somebody derives from it may do anything."""

@@ -157,8 +157,7 @@ def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def lone_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the projections that run fused in modules which otherwise stay the library's."""
     for name, module in model.named_modules():
-        if (form := known_form(module, "Projections")) is not None:
-            yield from _with_adapters(name, module, *form.projections)
+        yield from _with_adapters(name, module, *known_form(module, "Projections") or ())
 
 
 def _with_adapters(owner: str, module: nn.Module, *names: str) -> Iterator[tuple[str, nn.Module]]:

@@ -47,12 +47,6 @@ class AdaptedParameter(NamedTuple):
     scaling: float = 0.0
 
 
-class ReadExperts(NamedTuple):
-    gate_up: AdaptedParameter
-    down: AdaptedParameter
-    gate: ClampedGate
-
-
 def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield experts, or the outermost wrapper of those with adapters."""
     for name, module in model.named_modules():
@@ -64,8 +58,8 @@ def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def read_experts(outermost: Any) -> ReadExperts:
-    """Return experts as they are now."""
+def read_experts(outermost: Any) -> tuple[AdaptedParameter, AdaptedParameter, ClampedGate]:
+    """Return gate_up, down and the gate of experts as they are now."""
     refuse(why_not_own_forward(outermost))
     adapters: dict[str, tuple] = {}
     module = outermost
@@ -105,7 +99,7 @@ def read_experts(outermost: Any) -> ReadExperts:
         weight = weight.mT if is_clamped else weight
         parameters.append(AdaptedParameter(weight, bias, *adapters.get(name, ())))
     gate_up, down = parameters
-    return ReadExperts(gate_up, down, gate)
+    return gate_up, down, gate
 
 
 def _adapter_of(wrapper: Any) -> tuple:
@@ -133,7 +127,7 @@ def _why_not_gate(base: Any, is_clamped: bool) -> str | None:
     )
 
 
-def _why_not_dtype(x: Tensor, read: ReadExperts) -> str:
+def _why_not_dtype(x: Tensor, read: tuple) -> str:
     dtype = compute_dtype(x)
     for one in read[:2]:
         if one.weight.dtype != dtype:

@@ -49,9 +49,8 @@ def split_gate_up(reads: list[Projection]) -> list[Projection]:
 
 def activation_of(mlp: Any) -> str:
     """Return LoRA_MLP's name for an MLP's activation, or its class's name if it has none."""
-    if not (name := known_form(mlp, "MLP").activation):
-        return "silu"
-    return activation_name(getattr(mlp, name))
+    name = known_form(mlp, "MLP").activation
+    return activation_name(getattr(mlp, name)) if name else "silu"
 
 
 def activation_name(activation: Any) -> str:
@@ -67,9 +66,8 @@ def activation_name(activation: Any) -> str:
 
 def why_not_activation(mlp: Any) -> str | None:
     """Return the reason if we do not know the MLP's activation, or must call its module."""
-    if not (name := known_form(mlp, "MLP").activation):
-        return None
-    return why_not_one_of(ACTIVATIONS, mlp, name)
+    name = known_form(mlp, "MLP").activation
+    return why_not_one_of(ACTIVATIONS, mlp, name) if name else None
 
 
 def why_not_one_of(activations: Collection[str], module: Any, name: str) -> str | None:

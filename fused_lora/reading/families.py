@@ -15,7 +15,6 @@ from .forms import (
     MixerForm,
     MLPForm,
     NormForm,
-    ProjectionsForm,
 )
 
 
@@ -25,6 +24,8 @@ class Family(NamedTuple):
     prefix: the beginning of its classes' names. names: classes named otherwise, by kind (a key of
     `KINDS`).
     whole: we have read its layers for `layer` as well, which runs them as one function.
+    projections: the linear layers that run fused, each as a function on its own, in a convolution,
+        a recurrence, or an attention that we do not know whole, which stays the library's.
     """
 
     module: str
@@ -38,7 +39,7 @@ class Family(NamedTuple):
     gated_norm: NormForm | None = None
     short_conv: MixerForm | None = None
     experts: ExpertsForm | None = None
-    projections: ProjectionsForm | None = None
+    projections: tuple[str, ...] | None = None
     names: dict[str, str] = {}  # noqa: RUF012
     whole: bool = False
 
@@ -80,9 +81,9 @@ LFM2_ATTENTION = AttentionForm(
 )
 LFM2_MLP = MLPForm(("w1", "w3"), "", "w2")
 # latent attention's
-LATENTS = ProjectionsForm(("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
-DELTA_OUTPUT = ProjectionsForm(("out_proj",))
-IN_AND_OUT = ProjectionsForm()
+LATENTS = "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
+DELTA_OUTPUT = ("out_proj",)
+IN_AND_OUT = "in_proj", "out_proj"
 SHORT_CONV = MixerForm(("in_proj",))
 SINKS = AttentionForm(separates_documents=False, sinks="sinks", shares_angles=True,
                       passes=(*OWN_WINDOW, ("s_aux", "sinks")))  # fmt: skip
@@ -164,7 +165,7 @@ FAMILIES = (
     # its attention has a layer for its gate, and a norm without weight
     Family("muse_glimmer", "MuseGlimmerText", None, norm=GEMMA_NORM, layer=GEMMA_LAYER,
            loss=GEMMA_LOSS._replace(multiplied_by="output_multiplier"),
-           projections=ProjectionsForm(("q_proj", "k_proj", "v_proj", "gate_proj")),
+           projections=("q_proj", "k_proj", "v_proj", "gate_proj"),
            names={"RMSNorm": "MuseGlimmerTextCenteredRMSNorm",
                   "Projections": "MuseGlimmerTextAttention",
                   "ForCausalLM": "MuseGlimmerForConditionalGeneration"}),

@@ -58,16 +58,6 @@ class MLPForm(NamedTuple):
     output: str = "down_proj"
 
 
-class ProjectionsForm(NamedTuple):
-    """A convolution, a recurrence, or an attention that we do not know whole, which stays the
-    library's.
-
-    projections: its linear layers that run fused, each as a function on its own.
-    """
-
-    projections: tuple[str, ...] = ("in_proj", "out_proj")
-
-
 class ExpertsForm(NamedTuple):
     """The experts of a mixture: down(activation(gate(x)) * up(x)) each, of gate_up_proj [experts,
     2 intermediate, hidden] and down_proj, and a sum by routing weights.
@@ -91,7 +81,7 @@ class NormForm(NamedTuple):
 
 
 class MixerForm(NamedTuple):
-    """A mixer in place of attention. In parts `ProjectionsForm` names its projections.
+    """A mixer in place of attention. In parts `Family.projections` names its layers.
 
     A gated delta net: in-projections, a causal convolution of [q | k | v], the recurrence on q, k,
     v, sigmoid(b) and -exp(A_log) softplus(a + dt_bias), its norm with the gate z, output. A short

@@ -174,15 +174,12 @@ def _with_signature_of(own: Callable) -> Callable:
 
 def _why_not_inputs(*inputs: Any) -> str | None:
     """Return the reason if nothing can run fused on these inputs."""
-    if KERNELS_WANT_A_GPU and all(map(_is_on_cpu, inputs)):
+    are_on_cpu = (not isinstance(one, Tensor) or one.device.type == "cpu" for one in inputs)
+    if KERNELS_WANT_A_GPU and all(are_on_cpu):
         return ON_CPU
     if not torch._C._are_functorch_transforms_active():
         return None
     return "it is within a transform of torch.func, which knows no fused function"
-
-
-def _is_on_cpu(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.device.type == "cpu"
 
 
 def having(model: nn.Module, *names: str) -> Iterator[tuple[str, nn.Module]]:
