@@ -94,7 +94,7 @@ FAULTS = (
           "fuse_4bit fuse_users"),
     Fault("fused_lora/layer/gradients.py", "if total.dtype != like.dtype:", "if False:",
           "fuse_4bit"),
-    Fault("fused_lora/weights/default_border.py", "kept_places == places and", "",
+    Fault("fused_lora/weights/borders.py", "places == self.places_of(reads) and", "",
           "fuse_users fuse_4bit"),
     Fault("fused_lora/layer/gradients.py", "grad_normed.mul_(mask)", "pass",
           "mixer_layer"),

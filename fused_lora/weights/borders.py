@@ -76,14 +76,6 @@ class Wanted(NamedTuple):
     group: int
 
 
-class _Made(NamedTuple):
-    """A buffer as made: where its weights and biases went, and its layout."""
-
-    places: tuple
-    layout: Layout
-    stride: int
-
-
 class Border:
     """The buffer of projections that share an input, for as long as their weights lie in it.
 
@@ -105,8 +97,9 @@ class Border:
     take_in = staticmethod(let_save)
 
     def __init__(self) -> None:
-        self._made: _Made | None = None
+        self._made: tuple[tuple, Layout] | None = None  # for weights in these places
         self._buffer: weakref.ref[Buffer] | None = None
+        self._kept: Buffer | None = None  # the buffer, where no weight keeps it alive
 
     def __reduce__(self):
         # no weight of a copied or unpickled model lies in a buffer
@@ -117,52 +110,66 @@ class Border:
         return None if self._buffer is None else self._buffer()
 
     def find_or_make(self, wanted: Wanted) -> tuple[WeightGroup, bool]:
-        """Return the buffer, with room for adapters of these ranks, and whether it had to be made.
+        """Return the buffer, with room for adapters of these ranks, and whether it had to be
+        made."""
+        reads, parts = wanted.reads, wanted.parts
+        places, layout = self._made or ((), None)
+        buffer = None
+        if layout is not None and places == self.places_of(reads) and layout.has_room(parts):
+            buffer = self.find(reads, layout)
+        is_new = buffer is None
+        if buffer is None or layout is None:
+            self._made = self._buffer = self._kept = None  # free its memory for the next
+            layout = layout_of(reads[0].weight, parts, wanted.ranks)
+            buffer = self.make(wanted, layout)
+            self._made = self.places_of(reads), layout  # biases may have moved
+        self._buffer = weakref.ref(buffer)
+        return layout.bordered(buffer, reads, parts), is_new
 
-        Making it allocates one [out + width, in + width] tensor, and a second one for untrained
-        biases, if there are any. Parameters stay the same objects and become views of these.
-        """
-        made, reads, parts = self._made, wanted.reads, wanted.parts
-        fits = made is not None and made.places == _places_of(reads) and made.layout.has_room(parts)
-        if not fits:
-            made = self._made = _make(reads, parts, wanted.ranks)
-        assert made is not None
-        buffer = self.buffer() if fits else None
-        if buffer is None:
-            buffer = _buffer_of(made, reads)
-            self._buffer = weakref.ref(buffer)
-        return made.layout.bordered(buffer, reads, parts), not fits
+    def places_of(self, reads: Sequence[Projection]) -> tuple:
+        """Return the places of the weights and biases. They differ once one has moved, even to an
+        earlier address."""
+        return tuple(
+            (w.data_ptr(), w.stride(), w.dtype, w.device, None if bias is None else bias.data_ptr())
+            for w, bias in ((read.weight, held_bias(read)) for read in reads)
+        )
 
+    def find(self, reads: Sequence[Projection], layout: Layout) -> Buffer | None:
+        """Return the buffer that the weights are views of."""
+        if (buffer := self.buffer()) is not None:
+            return buffer
+        # .data has a separate version counter: filling borders does not invalidate a saved weight
+        weight = reads[0].weight.data
+        inputs = weight.shape[1]
+        matrix = weight.as_strided((layout.rows, inputs + layout.width), (weight.stride(0), 1), 0)
+        bias = next((held for held in map(held_bias, reads) if held is not None), None)
+        if bias is not None:
+            bias = bias.data.as_strided((layout.rows,), (1,), 0)
+        return Buffer(matrix, bias, sum(layout.outs), inputs)
 
-def _places_of(reads: Sequence[Projection]) -> tuple:
-    """Return the places of the weights and biases. They differ once one has moved, even to an
-    earlier address."""
-    return tuple(
-        (w.data_ptr(), w.stride(), w.dtype, w.device, None if bias is None else bias.data_ptr())
-        for w, bias in ((read.weight, held_bias(read)) for read in reads)
-    )
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def make(self, wanted: Wanted, layout: Layout) -> Buffer:
+        """Allocate one [out + width, in + width] tensor, and a second one for untrained biases, if
+        there are any. Parameters stay the same objects and become views of these."""
+        reads, first = wanted.reads, wanted.reads[0].weight
+        in_features = first.shape[1]
+        matrix = empty_rows(first, layout.rows, in_features + layout.width).zero_()
+        row = 0
+        for read in reads:
+            out = read.weight.shape[0]
+            _move(read.weight, matrix[row : row + out, :in_features])
+            row += out
+        move_biases(reads, layout)
+        buffer = self.find(reads, layout)
+        assert buffer is not None
+        return buffer
 
 
 def held_bias(read: Projection) -> Tensor | None:
     """Return a projection's bias if the buffer holds it. A trained bias stays where it is, because
     its optimizer may hold that memory, and is passed to each forward."""
     return None if read.bias is None or read.bias.requires_grad else read.bias
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _make(reads: Sequence[Projection], parts: Sequence[Projection], ranks: Sequence[int]) -> _Made:
-    first = reads[0].weight
-    in_features = first.shape[1]
-    layout = layout_of(first, parts, ranks)
-    matrix = empty_rows(first, layout.rows, in_features + layout.width).zero_()
-    row = 0
-    for read in reads:
-        out = read.weight.shape[0]
-        _move(read.weight, matrix[row : row + out, :in_features])
-        row += out
-    move_biases(reads, layout)
-    return _Made(_places_of(reads), layout, matrix.stride(0))
 
 
 def layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int]) -> Layout:
@@ -196,18 +203,6 @@ def move_biases(
 
 def _move(parameter: Tensor, memory: Tensor) -> None:
     parameter.data = memory.copy_(parameter)
-
-
-def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
-    """Return the buffer that the weights are views of."""
-    # .data has a separate version counter: filling borders does not invalidate a saved weight
-    weight, layout = reads[0].weight.data, made.layout
-    inputs = weight.shape[1]
-    matrix = weight.as_strided((layout.rows, inputs + layout.width), (made.stride, 1), 0)
-    bias = next((held for held in map(held_bias, reads) if held is not None), None)
-    if bias is not None:
-        bias = bias.data.as_strided((layout.rows,), (1,), 0)
-    return Buffer(matrix, bias, sum(layout.outs), inputs)
 
 
 class LayerBorders(Filling):
