@@ -17,7 +17,6 @@ from ..foreign.forwards import (
 from ..foreign.parallel import let_shard
 from ..forwards.layer import give_borders
 from ..forwards.mixer_layer import mixers
-from ..reading.aside import keep_reported
 from ..reading.fp8_checkpoint import drop_idle_hook
 from ..reading.site import FusedForward, Site
 from ..weights.borders import Border, LayerBorders, borders_of
@@ -57,8 +56,9 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
             decoder.forward = FusedForward(decoder_forward, decoder, DOCUMENTS).forward
     for part in running & SWITCHES.keys():
         for name, module, site in SWITCHES[part].candidates(model):
-            if site.why_not(model, name) is None and (left := site.left(site.read(module))):
-                keep_reported(module, left)
+            owner = owner_of(module)
+            if owner is not None and site.why_not(model, name) is None:  # not to be said again
+                owner.reported.update(map(": ".join, site.left(site.read(module)).items()))
     whole = [(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)]
     give_borders(whole)
     for name, module in model.named_modules():

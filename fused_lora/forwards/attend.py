@@ -93,15 +93,12 @@ def attend(
     may be missing where the form shares them."""
     form, shared = known_form(attention, "Attention"), options.pop("shared_kv_states", None)
     by_token = qkv[0].shape[:2]
-    q_norm: Any
-    k_norm: Any
-    q_norm, k_norm = (getattr(attention, name, None) for name in form.norm_names)
+    norms: Any = (getattr(attention, name, None) for name in form.norm_names)
+    q_norm, k_norm = norms
     if form.norms == "features":
         qkv = q_norm(qkv[0]), k_norm(qkv[1]), qkv[2]
     q, *kv = (one.unflatten(2, (-1, attention.head_dim)) for one in qkv)
-    gate: Tensor | None = None
-    k: Any = None
-    v: Any = None
+    gate = k = v = None
     if form.has_gate:  # each head's q, then its gate
         q, gate = q.unflatten(2, (-1, 2)).unbind(3)
     if form.norms == "heads":

@@ -50,18 +50,8 @@ def step_aside(module: nn.Module, reason: str, *inputs, **options):
 
 def say_left(module: nn.Module, left: dict[str, str]) -> None:
     """Call `say_once` for each named unit of a module that steps aside."""
-    for reason in _reasons(left):
+    for reason in map(": ".join, left.items()):
         say_once(module, reason)
-
-
-def keep_reported(module: nn.Module, left: dict[str, str]) -> None:
-    """Keep the report's reasons for the units of a module from being given again."""
-    if (owner := owner_of(module)) is not None:
-        owner.reported = set(_reasons(left))
-
-
-def _reasons(left: dict[str, str]) -> Iterable[str]:
-    return map(": ".join, left.items())
 
 
 def why_unloaded(module: nn.Module, projections: Iterable[Any]) -> str | None:
