@@ -53,27 +53,16 @@ class Layout(NamedTuple):
     def has_room(self, parts: Sequence[Projection]) -> bool:
         return all(len(part.A) <= block for part, block in zip(parts, self.blocks, strict=True))
 
-    def bordered(
-        self, buffer: Buffer, reads: Sequence[Projection], parts: Sequence[Projection]
-    ) -> WeightGroup:
-        scalings = tuple(part.scaling for part in parts)
-        return WeightGroup(buffer, reads[0].weight.shape[1], self.outs, self.blocks, scalings)
-
 
 class Wanted(NamedTuple):
-    """The projections that a buffer is to hold, and what it is made with.
-
-    parts: the projections, or the parts they split into, each with an adapter and a rank. dtype:
-    the model's, which the weights may not show. scratches: the model's, for weights that are stored
-    in another form. group: which of a layer's buffers it is.
-    """
+    """The projections that a buffer is to hold, and what it is made with."""
 
     reads: Sequence[Projection]
-    parts: Sequence[Projection]
-    ranks: Sequence[int]
-    dtype: torch.dtype
-    scratches: Scratches
-    group: int
+    parts: Sequence[Projection]  # the projections, or what they split into
+    ranks: Sequence[int]  # of the parts' adapters
+    dtype: torch.dtype  # the model's, which the weights may not show
+    scratches: Scratches  # the model's, for weights that are stored in another form
+    group: int  # which of a layer's buffers it is
 
 
 class Border:
@@ -124,7 +113,8 @@ class Border:
             buffer = self.make(wanted, layout)
             self._made = self.places_of(reads), layout  # biases may have moved
         self._buffer = weakref.ref(buffer)
-        return layout.bordered(buffer, reads, parts), is_new
+        inputs, scalings = reads[0].weight.shape[1], tuple(part.scaling for part in parts)
+        return WeightGroup(buffer, inputs, layout.outs, layout.blocks, scalings), is_new
 
     def places_of(self, reads: Sequence[Projection]) -> tuple:
         """Return the places of the weights and biases. They differ once one has moved, even to an
@@ -155,11 +145,8 @@ class Border:
         reads, first = wanted.reads, wanted.reads[0].weight
         in_features = first.shape[1]
         matrix = empty_rows(first, layout.rows, in_features + layout.width).zero_()
-        row = 0
-        for read in reads:
-            out = read.weight.shape[0]
-            _move(read.weight, matrix[row : row + out, :in_features])
-            row += out
+        for read, rows in zip(reads, split_rows(matrix, reads), strict=True):
+            _move(read.weight, rows[:, :in_features])
         move_biases(reads, layout)
         buffer = self.find(reads, layout)
         assert buffer is not None
@@ -192,13 +179,17 @@ def move_biases(
     if all(held_bias(read) is None for read in reads):
         return None
     first = next(held for held in map(held_bias, reads) if held is not None)
-    bias, row = first.new_zeros(layout.rows, dtype=dtype), 0
-    for read in reads:
-        out = read.weight.shape[0]
+    bias = first.new_zeros(layout.rows, dtype=dtype)
+    for read, rows in zip(reads, split_rows(bias, reads), strict=True):
         if (held := held_bias(read)) is not None:
-            _move(held, bias[row : row + out])
-        row += out
+            _move(held, rows)
     return bias
+
+
+def split_rows(tensor: Tensor, reads: Sequence[Projection]) -> Sequence[Tensor]:
+    """Return each projection's rows of a tensor of [out + width, ...]."""
+    outs = [len(read.weight) for read in reads]
+    return tensor[: sum(outs)].split(outs)
 
 
 def _move(parameter: Tensor, memory: Tensor) -> None:

@@ -32,13 +32,8 @@ class DefaultBorder(Border):
     may_wait = True
 
     def places_of(self, reads: Sequence[Projection]) -> tuple:
-        if _are_gathered(reads):  # to another address each time
-            weights = (read.base.weight if read.is_packed else read.weight for read in reads)  # type: ignore[union-attr]
-            parameters = [*weights, *map(held_bias, reads)]
-            dtypes = tuple(read.weight.dtype for read in reads)
-            # an id could be that of another one, after the first is gone
-            ids = tuple(one if one is None else (WeakIdRef(one), one.dtype) for one in parameters)
-            return dtypes, ids
+        if _are_gathered(reads):
+            return places_of_gathered(reads)
         if _is_written(reads):
             return tuple(map(_place_of, reads))
         return super().places_of(reads)
@@ -76,6 +71,15 @@ def _are_gathered(reads: Sequence[Projection]) -> bool:
 
 def _is_written(reads: Sequence[Projection]) -> bool:
     return any(read.is_packed or isinstance(read.weight, ShardedWeight) for read in reads)
+
+
+def places_of_gathered(reads: Sequence[Projection]) -> tuple:
+    """Return whose the weights and biases are: FSDP2 gathers them to another address each time."""
+    weights = (read.base.weight if read.is_packed else read.weight for read in reads)  # type: ignore[union-attr]
+    parameters = [*weights, *map(held_bias, reads)]
+    # an id could be that of another one, after the first is gone
+    ids = tuple(one if one is None else (WeakIdRef(one), one.dtype) for one in parameters)
+    return tuple(read.weight.dtype for read in reads), ids
 
 
 def _place_of(read: Projection) -> tuple:
