@@ -6,7 +6,6 @@ checks whether it may replace the module's own, and steps aside if not (`reading
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +16,9 @@ from .adopt.report import (
     PARTS_SET,
     FusionReport,
     asked_for,
+    check_model,
     explained,
-    report_on,
+    report,
 )
 from .adopt.setting import running_in, set_forwards
 from .adopt.switches import BORDERS, SWITCHES, switches_for
@@ -115,7 +115,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
             before get_peft_model; or an argument is not a model or a Fusion.
         RuntimeError: later, when nn.DataParallel copies the model. Use DistributedDataParallel.
     """
-    _check_model("fuse", model)
+    check_model("fuse", model)
     reshard(model)
     if fusion is None:
         fusion, strict = _best(model), False
@@ -190,11 +190,6 @@ def _why_not(model: nn.Module, part: Part) -> str | None:
     return (reasons or [part.none_found])[0] if all(reasons) else None
 
 
-def _check_model(function: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{function} needs a model, a torch.nn.Module, got {type(model).__name__}")
-
-
 def _best(model: nn.Module) -> Fusion:
     """Return all parts, with whole layers if the GPU has room for one layer's weights twice: moving
     them into buffers takes that."""
@@ -218,7 +213,7 @@ def _has_room(layer: nn.Module) -> bool:
 def unfuse(model: nn.Module) -> list[str]:
     """Give every fused module of `model` its own forward back, and move bordered weights out of
     their buffers. Returns the names of the modules."""
-    _check_model("unfuse", model)
+    check_model("unfuse", model)
     names = []
     for name, module in model.named_modules():
         for attribute in (REGISTER, REPLICATE, PARTS_SET, ASKED):
@@ -230,16 +225,3 @@ def unfuse(model: nn.Module) -> list[str]:
     checkpointing.let_go(model)
     unborder(model)
     return names
-
-
-@between_forwards()
-def report(model: nn.Module) -> FusionReport:
-    """Report which modules of `model` would run fused if it were called now.
-
-    A module counts as left if its adapters are merged, it is on the CPU, or somebody has replaced
-    its forward since. So does one that reads FSDP's weights, which are sharded between forwards,
-    and one that was not able to run fused when you called `fuse`, until you call it again. Modules
-    inside a layer that runs fused as a whole are not listed.
-    """
-    _check_model("report", model)
-    return report_on(model)

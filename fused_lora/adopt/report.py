@@ -1,11 +1,13 @@
 """The report: which modules of a model run fused now, and why the others do not."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from ..foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
 from ..foreign.forwards import fused_parts_of
+from ..foreign.parallel import between_forwards
 from ..forwards.layer_reading import layer_weights
 from ..reading.projection import BASE_IS_TRAINED, has_adapters
 from ..weights.borders import Border, borders_of
@@ -51,8 +53,22 @@ class FusionReport:
         return "\n".join(lines if fused else ["nothing is fused", *lines])
 
 
-def report_on(model: nn.Module) -> FusionReport:
-    """Report which modules of `model` would run fused if called now (`fused_lora.report`)."""
+def check_model(function: str, model: Any) -> None:
+    """Raise ValueError for an argument that is no model."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{function} needs a model, a torch.nn.Module, got {type(model).__name__}")
+
+
+@between_forwards()
+def report(model: nn.Module) -> FusionReport:
+    """Report which modules of `model` would run fused if it were called now.
+
+    A module counts as left if its adapters are merged, it is on the CPU, or somebody has replaced
+    its forward since. So does one that reads FSDP's weights, which are sharded between forwards,
+    and one that was not able to run fused when you called `fuse`, until you call it again. Modules
+    inside a layer that runs fused as a whole are not listed.
+    """
+    check_model("report", model)
     found = FusionReport({}, {})
     asked = asked_for(model)
     whole = tuple(
