@@ -21,14 +21,10 @@ IS_NAMED_CACHE = "cache" in inspect.signature(masking_utils.create_causal_mask).
 STATES = "cache" if IS_NAMED_CACHE else "cache_params"  # most mixers' name for the cache
 RULE_REPEATS_HEADS = not IS_NAMED_CACHE
 CONVOLUTION = "causal_conv1d_fn"  # the function in which mixers convolve
+# a class's forward does a layer's checkpointing
 CHECKPOINTED_BY_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 LAYERS_FILE = inspect.getfile(GradientCheckpointingLayer)
 NO_CACHE = {"use_cache": False, CACHE: None}  # a recompute would fill it twice
-
-
-def is_checkpointed_by_forward(module: nn.Module) -> bool:
-    """Return True for a layer whose class's forward does the checkpointing."""
-    return CHECKPOINTED_BY_FORWARD and isinstance(module, GradientCheckpointingLayer)
 
 
 def is_checkpointed(module: Any) -> bool:

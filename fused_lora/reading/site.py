@@ -16,16 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fused_mlp.launching import is_interpreted
 from fused_mlp.swiglu import _swiglu_forward_kernel
 
 from ..foreign.forwards import BOUND_TO_THE_MODEL, Owner
 from ..foreign.versions import (
+    CHECKPOINTED_BY_FORWARD,
     NO_CACHE,
     as_ours,
     is_checkpointed,
-    is_checkpointed_by_forward,
     without_checkpointing,
 )
 from .aside import step_aside
@@ -39,25 +40,18 @@ ON_CPU = (
 
 
 class Site(NamedTuple):
-    """One kind of module that a part runs fused.
+    """One kind of module that a part runs fused."""
 
-    candidates: the modules of a model that the part may apply to, with their names.
-    read: reads one as it is now, or raises a Refusal.
-    why_not_there: the reason if other modules of the model keep the one of this name from running
-        fused.
-    forward: the forward to set; called with the module and the set of parts that it runs.
-    gives_way_to: a part whose forward is set instead if the module also runs that one, and which
-        lists the module in the report.
-    units: the names of the units that the report counts in such a module; "": itself.
-    left: the units, given the result of `read`, that do not run fused: name -> reason.
-    """
-
+    # the modules of a model that the part may apply to, with their names
     candidates: Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]
-    read: Callable[[Any], Any]
-    forward: Callable[..., Any]
-    gives_way_to: str = ""
+    read: Callable[[Any], Any]  # reads one as it is now, or raises a Refusal
+    forward: Callable[..., Any]  # to set; called with the module and the set of parts that it runs
+    gives_way_to: str = ""  # a part that sets its forward and lists the module, if it runs that too
+    # the names of the units that the report counts in such a module; "": itself
     units: Callable[[nn.Module], Collection[str]] = lambda module: ("",)
+    # the units, given the result of `read`, that do not run fused: name -> reason
     left: Callable[[Any], dict[str, str]] = lambda read: {}
+    # the reason if other modules of the model keep the one of this name from running fused
     why_not_there: Callable[[nn.Module, str], str | None] = lambda model, name: None
 
     def why_not(self, model: nn.Module, name: str) -> str | None:
@@ -74,20 +68,16 @@ class Site(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """Functions and kernels in the profile of a step which prove that a part's modules ran fused.
+    """Functions and kernels in the profile of a step which prove that a part's modules ran
+    fused."""
 
-    functions: autograd functions, with the number of modules each stands for. Their backwards
-        count, because forwards may run twice.
-    kernels: parts of the names of GPU kernels. Each runs at least once a module. "a|b": one of the
-        two does.
-    kernels_in_4_bits: kernels that run as well if the base weights are in 4 bits.
-    without_backward: modules without a backward, because nothing before them is trained.
-    """
-
+    # autograd functions, with the number of modules each stands for. Their backwards count, because
+    # forwards may run twice
     functions: dict[str, int]
+    # parts of the names of GPU kernels, each at least once a module. "a|b": one of the two
     kernels: tuple[str, ...] = ()
-    kernels_in_4_bits: tuple[str, ...] = ()
-    without_backward: int = 0
+    kernels_in_4_bits: tuple[str, ...] = ()  # that run as well if the base weights are in 4 bits
+    without_backward: int = 0  # modules that have none, because nothing before them is trained
 
 
 class Part(NamedTuple):
@@ -123,7 +113,8 @@ class FusedForward(Owner):
     def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
         super().__init__(module, parts)
         self.function = function
-        self.checkpoints = is_checkpointed_by_forward(module)
+        is_layer = isinstance(module, GradientCheckpointingLayer)
+        self.checkpoints = CHECKPOINTED_BY_FORWARD and is_layer
 
     @property
     def forward(self) -> MethodType:

@@ -233,8 +233,9 @@ class GraphedStep(Joinable):
         self._replay(graph.captured, update, accumulated, adds)
         return graph.captured.loss.clone()
 
-    def _gradients(self, graph: _Graph, accumulated: bool) -> Tensor:
-        """Run forward and backward, eagerly or in a capture. Return the loss."""
+    def _gradients(self, graph: _Graph, accumulated: bool, adds: bool = False) -> Tensor:
+        """Run forward and backward, eagerly or in a capture, which adds what it accumulates. Return
+        the loss."""
         with self.autocast():
             output = self.model(**graph.inputs)
         loss = getattr(output, "loss", output)
@@ -249,13 +250,9 @@ class GraphedStep(Joinable):
                 f"GraphedStep: {without} of {len(self._trained)} parameters of the optimizer get "
                 "no gradient; to accumulate or average, freeze or leave them out of the optimizer"
             )
-        return loss.detach()
-
-    def _captured_gradients(self, graph: _Graph, accumulated: bool) -> Tensor:
-        loss = self._gradients(graph, accumulated)
-        if accumulated:
+        if accumulated and adds:
             self._held.add()
-        return loss
+        return loss.detach()
 
     def _average(self) -> None:
         """Average the gradients over all ranks, between the step's two parts."""
@@ -294,7 +291,7 @@ class GraphedStep(Joinable):
         try:
             with graph.without_mask.kept():
                 replay_gradients, loss = self._cuda.capture(
-                    lambda: self._captured_gradients(graph, accumulated)
+                    lambda: self._gradients(graph, accumulated, adds=True)
                 )
             replay_update = self._cuda.capture(self._update)[0] if update else None
         except Exception as error:
