@@ -81,17 +81,13 @@ class Evidence(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One switch of Fusion: its sites, and all that reports, benchmark and tests ask about it.
-
-    none_found: the reason if a model has none of the sites. units: the noun for the report's
-    counts. kinds: kernels whose names do not tell the benchmark their kind of work: the kind ->
-    how their names begin.
-    """
+    """One switch of Fusion: its sites, and all that reports, benchmark and tests ask about it."""
 
     sites: tuple[Site, ...]
-    none_found: str
-    units: str
+    none_found: str  # the reason if a model has none of the sites
+    units: str  # the noun for the report's counts
     evidence: Evidence
+    # of kernels whose names do not tell the benchmark their kind of work: how their names begin
     kinds: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
 
     def candidates(self, model: nn.Module) -> Iterator[tuple[str, Any, Site]]:
