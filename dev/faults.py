@@ -199,7 +199,7 @@ FAULTS = (
     Fault("fused_lora/step/graph.py", "else loss / self.accumulation_steps", "else loss",
           "graph"),
     # --- adopt ---
-    Fault("fused_lora/causal_lm/documents.py", "window < positions", "window < 0",
+    Fault("fused_lora/causal_lm/documents.py", "window < mask.shape[1]", "window < 0",
           "fuse_documents"),
     Fault("fused_lora/causal_lm/documents.py", "tokens and why_call(decoder.embed_tokens)",
           "tokens and False", "fuse_documents"),

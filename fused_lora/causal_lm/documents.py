@@ -218,12 +218,6 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
     return not reason and reads.are_all and reason_of(read_output, output_of(attention)) is None
 
 
-def _slides(decoder: Any, positions: int) -> bool:
-    """Return True if an attention of this decoder has a window shorter than a row."""
-    windows = (window_of(layer.self_attn) for layer in decoder.layers if _attends(layer))
-    return any(window is not None and window < positions for window in windows)
-
-
 def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:
     """Return a padded batch as one row [1, tokens] without its padding. Return the batch itself if
     it has no padding or the result would not be exact. The host waits for the number of tokens.
@@ -263,7 +257,8 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs | {"attention_mask": _padding_apart(is_token)}, labels
     places = is_token.flatten().nonzero().squeeze(1)
     is_exact, is_padded = not is_predicting.any(), len(places) < is_token.numel()
-    slides = _slides(decoder, mask.shape[1])
+    windows = (window_of(layer.self_attn) for layer in decoder.layers if _attends(layer))
+    slides = any(window is not None and window < mask.shape[1] for window in windows)
     place_matters = seen is not None or is_graphed(decoder) or slides
     is_parted = is_padded and place_matters and bool(_is_parted(is_token).any())
     if seen is not None:

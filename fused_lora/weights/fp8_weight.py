@@ -84,7 +84,11 @@ class _Coded(WrappedWeight):
             if func in SAME:
                 return Fp8Weight.rows_of(first.buffer, first.row, first.original, first.changes)
             if func is aten.split_with_sizes.default and not any(args[2:]):
-                return first._split(args[1])
+                starts = [sum(args[1][:i]) for i in range(len(args[1]))]
+                return [
+                    Fp8Weight.rows_of(first.buffer, first.row + start, original, first.changes)
+                    for start, original in zip(starts, first.original.split(args[1]), strict=True)
+                ]
         if isinstance(first, _Coded):
             if func.is_view:
                 return _views(first, func, args[1:], kwargs)
@@ -172,15 +176,6 @@ class Fp8Weight(_Coded, PlacedWeight):
 
     def __reduce_ex__(self, _):
         return nn.Parameter, (self.original.to(self.device), self.requires_grad)
-
-    def _split(self, sizes: list[int]) -> list["Fp8Weight"]:
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return [
-            Fp8Weight.rows_of(
-                self.buffer, self.row + start, self.original[start : start + size], self.changes
-            )
-            for start, size in zip(starts, sizes, strict=True)
-        ]
 
     def rewrite(self, whole: Tensor) -> None:
         """Set the original to this, and update the codes."""
