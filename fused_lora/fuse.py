@@ -16,7 +16,7 @@ from .adopt.report import (
     PARTS_SET,
     FusionReport,
     asked_for,
-    check_model,
+    check_is_module,
     explained,
     report,
 )
@@ -115,7 +115,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
             before get_peft_model; or an argument is not a model or a Fusion.
         RuntimeError: later, when nn.DataParallel copies the model. Use DistributedDataParallel.
     """
-    check_model("fuse", model)
+    check_is_module("fuse", model)
     reshard(model)
     if fusion is None:
         fusion, strict = _best(model), False
@@ -213,7 +213,7 @@ def _has_room(layer: nn.Module) -> bool:
 def unfuse(model: nn.Module) -> list[str]:
     """Give every fused module of `model` its own forward back, and move bordered weights out of
     their buffers. Returns the names of the modules."""
-    check_model("unfuse", model)
+    check_is_module("unfuse", model)
     names = []
     for name, module in model.named_modules():
         for attribute in (REGISTER, REPLICATE, PARTS_SET, ASKED):

@@ -53,7 +53,7 @@ class FusionReport:
         return "\n".join(lines if fused else ["nothing is fused", *lines])
 
 
-def check_model(function: str, model: Any) -> None:
+def check_is_module(function: str, model: Any) -> None:
     """Raise ValueError for an argument that is no model."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"{function} needs a model, a torch.nn.Module, got {type(model).__name__}")
@@ -68,7 +68,7 @@ def report(model: nn.Module) -> FusionReport:
     and one that was not able to run fused when you called `fuse`, until you call it again. Modules
     inside a layer that runs fused as a whole are not listed.
     """
-    check_model("report", model)
+    check_is_module("report", model)
     found = FusionReport({}, {})
     asked = asked_for(model)
     whole = tuple(

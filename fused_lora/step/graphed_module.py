@@ -14,7 +14,7 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#partial-network-capture
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -195,7 +195,10 @@ class GraphedModule:
         )  # fmt: skip
 
     def _forward(self, buffers: dict[str, Any]) -> Any:
-        with _without_cached_casts(self._settings.parameters()[0].device.type):
+        device_type = self._settings.parameters()[0].device.type
+        dtype = _autocast_on(device_type)
+        # the autocast that is on, without the casts that it may have made outside a graph
+        with torch.autocast(device_type, dtype, dtype is not None, cache_enabled=False):
             output = self._eager(**buffers)
         for policy in policies_in(self.module):
             policy.offload.finish()
@@ -271,11 +274,3 @@ def is_graphed(module: nn.Module) -> bool:
 def _autocast_on(device_type: str) -> torch.dtype | None:
     is_on = torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if is_on else None
-
-
-def _without_cached_casts(device_type: str) -> AbstractContextManager:
-    """Return the autocast that is on, without the casts that it may have made outside a graph."""
-    dtype = _autocast_on(device_type)
-    if dtype is None:
-        return nullcontext()
-    return torch.autocast(device_type, dtype, cache_enabled=False)
