@@ -6,7 +6,6 @@ checks whether it may replace the module's own, and steps aside if not (`reading
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +16,9 @@ from .adopt.report import (
     PARTS_SET,
     FusionReport,
     asked_for,
+    check_is_module,
     explained,
-    report_on,
+    report,
 )
 from .adopt.setting import running_in, set_forwards
 from .adopt.switches import BORDERS, SWITCHES, switches_for
@@ -27,7 +27,6 @@ from .foreign.checkpointing import layers_of
 from .foreign.forwards import remove_taker, take_back
 from .foreign.parallel import REGISTER, REPLICATE, between_forwards, refuse_data_parallel, reshard
 from .forwards.layer_reading import layer_weights
-from .reading.four_bit import bytes_in_buffers
 from .reading.site import Part
 from .step.checkpoint import POLICIES, Checkpoint
 from .telling import warn
@@ -116,7 +115,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
             before get_peft_model; or an argument is not a model or a Fusion.
         RuntimeError: later, when nn.DataParallel copies the model. Use DistributedDataParallel.
     """
-    _check_model("fuse", model)
+    check_is_module("fuse", model)
     reshard(model)
     if fusion is None:
         fusion, strict = _best(model), False
@@ -128,7 +127,8 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
     policy = None
     if fusion.checkpoint or fusion.checkpoint_gib is not None:
         policy = Checkpoint(fusion.checkpoint, fusion.checkpoint_gib)
-    if policy is None and not _parts_of(fusion):
+    asked = [part for part in (*SWITCHES, *BORDERS) if getattr(fusion, part)]
+    if policy is None and not asked:
         parts = ", ".join(part.name for part in fields(fusion))
         raise ValueError(f"fuse: this Fusion asks for nothing; set at least one of {parts}")
     layers = [layer for _, layer in layers_of(model)]
@@ -137,78 +137,57 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
             "fuse: checkpoint finds no layer in this model: it has none of transformers' "
             "GradientCheckpointingLayer"
         )
-    ask = _Asked(model, fusion, strict)
-    set_forwards(model, ask.wanted, ask.kind)
+    wanted, kind, early = _to_run(model, asked, strict)
+    set_forwards(model, wanted, kind)
     if policy is not None:
         last_runs_once = "cross_entropy" in running_in(model)
         checkpointing.install(policy, layers, last_runs_once)
         checkpointing.hold(model)
-    if ask.wanted or policy is not None:
+    if wanted or policy is not None:
         setattr(model, REPLICATE, refuse_data_parallel)
-    earlier = asked_for(model) - (BORDERS.keys() if "layer" in ask.parts else set())
+    earlier = asked_for(model) - (BORDERS.keys() if "layer" in asked else set())
     for module in model.modules():
         vars(module).pop(ASKED, None)
-    setattr(model, ASKED, earlier | {*ask.parts})
-    if ask.early:
-        warn(f"fuse: {', '.join(sorted(ask.early))} left out: {NO_ADAPTERS}")
+    setattr(model, ASKED, earlier | {*asked})
+    if early:
+        warn(f"fuse: {', '.join(early)} left out: {NO_ADAPTERS}")
     return report(model)
 
 
-def _parts_of(fusion: Fusion) -> list[str]:
-    return [part for part in (*SWITCHES, *BORDERS) if getattr(fusion, part)]
-
-
-class _Asked:
-    """A request for parts, made by a call of `fuse`.
-
-    parts: all of it. wanted: the parts that the model has modules for. kind: the kind of borders
-    for whole layers, or None. early: parts left out only because there are no adapters yet.
-    """
-
-    def __init__(self, model: nn.Module, fusion: Fusion, strict: bool):
-        self.model, self.strict = model, strict
-        self.parts = _parts_of(fusion)
-        self.early: set[str] = set()
-        self.kind: type[Border] | None = None
-        asked = next((switch for switch in BORDERS if getattr(fusion, switch)), "")
-        switches = switches_for(BORDERS.get(asked))
-        self.wanted = {
-            part for part in SWITCHES if part in self.parts and self._may_run(part, switches[part])
-        }
-        if asked and "layer" in self.wanted and self._may_lie_in(asked):
-            self.kind = BORDERS[asked]
-
-    def _may_run(self, part: str, switch: Part) -> bool:
-        reasons = {
-            name: explained(self.model, site.why_not(self.model, name))
-            for name, _, site in switch.candidates(self.model)
-        }
-        if not all(reasons.values()):
-            return True
-        reason = next(iter(reasons.values()), None) or switch.none_found
-        if self.strict:
+def _to_run(
+    model: nn.Module, asked: list[str], strict: bool
+) -> tuple[set[str], type[Border] | None, list[str]]:
+    """Return the parts that the model has modules for, the kind of borders for its whole layers if
+    one is asked for, and the parts left out only because there are no adapters yet."""
+    switch = next((one for one in BORDERS if one in asked), "")
+    kind = BORDERS.get(switch)
+    reasons = {
+        part: _why_not(model, its) for part, its in switches_for(kind).items() if part in asked
+    }
+    for part, reason in reasons.items():
+        if reason and strict:
             to_do = "" if reason == NO_ADAPTERS else f"; leave {part} out"
             raise ValueError(f"fuse: {part}=True fuses no module: {reason}{to_do}")
-        if reason == NO_ADAPTERS:
-            self.early.add(part)
-        return False
-
-    def _may_lie_in(self, switch: str) -> bool:
-        kind = BORDERS[switch]
-        why_not = (
-            kind.why_not(layer_weights(layer))
-            for name, layer, site in switches_for(kind)["layer"].candidates(self.model)
-            if site.why_not(self.model, name) is None  # else it runs in parts
-        )
-        reason = next(filter(None, why_not), None)
-        if reason and self.strict:
-            raise ValueError(f"fuse: {switch}=True fuses no layer: {reason}")
-        return reason is None
+    early = sorted(part for part, reason in reasons.items() if reason == NO_ADAPTERS)
+    wanted = {part for part, reason in reasons.items() if reason is None}
+    if kind is None or "layer" not in wanted:
+        return wanted, None, early
+    why_not = (
+        kind.why_not(layer_weights(layer))
+        for name, layer, site in switches_for(kind)["layer"].candidates(model)
+        if site.why_not(model, name) is None  # else it runs in parts
+    )
+    reason = next(filter(None, why_not), None)
+    if reason and strict:
+        raise ValueError(f"fuse: {switch}=True fuses no layer: {reason}")
+    return wanted, None if reason else kind, early
 
 
-def _check_model(function: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{function} needs a model, a torch.nn.Module, got {type(model).__name__}")
+def _why_not(model: nn.Module, part: Part) -> str | None:
+    """Return the reason if no module of a model may run a part."""
+    candidates = part.candidates(model)
+    reasons = [explained(model, site.why_not(model, name)) for name, _, site in candidates]
+    return (reasons or [part.none_found])[0] if all(reasons) else None
 
 
 def _best(model: nn.Module) -> Fusion:
@@ -225,13 +204,16 @@ def _has_room(layer: nn.Module) -> bool:
     if not weights or not weights[0].is_cuda:
         return True
     free_bytes, _ = torch.cuda.mem_get_info(weights[0].device)
-    return free_bytes > 2 * sum(map(bytes_in_buffers, weights))
+    # 4 bits are multiplied in 16
+    return free_bytes > 2 * sum(
+        one.nbytes * (4 if type(one).__name__ == "Params4bit" else 1) for one in weights
+    )
 
 
 def unfuse(model: nn.Module) -> list[str]:
     """Give every fused module of `model` its own forward back, and move bordered weights out of
     their buffers. Returns the names of the modules."""
-    _check_model("unfuse", model)
+    check_is_module("unfuse", model)
     names = []
     for name, module in model.named_modules():
         for attribute in (REGISTER, REPLICATE, PARTS_SET, ASKED):
@@ -243,16 +225,3 @@ def unfuse(model: nn.Module) -> list[str]:
     checkpointing.let_go(model)
     unborder(model)
     return names
-
-
-@between_forwards()
-def report(model: nn.Module) -> FusionReport:
-    """Report which modules of `model` would run fused if it were called now.
-
-    A module counts as left if its adapters are merged, it is on the CPU, or somebody has replaced
-    its forward since. So does one that reads FSDP's weights, which are sharded between forwards,
-    and one that was not able to run fused when you called `fuse`, until you call it again. Modules
-    inside a layer that runs fused as a whole are not listed.
-    """
-    _check_model("report", model)
-    return report_on(model)

@@ -45,8 +45,7 @@ def test_no_public_function_or_class_has_the_name_of_another():
 
 
 # Public signatures, or transformers' own; and a launcher that has one operand more than its twin.
-MANY_PARAMETERS = {"linear_cross_entropy", "log_probs", "causal_lm_forward", "_forward",
-                   "norm_backward_codes"}  # fmt: skip
+MANY_PARAMETERS = {"linear_cross_entropy", "log_probs", "causal_lm_forward", "norm_backward_codes"}
 
 
 def test_no_function_of_the_library_has_more_than_8_parameters():

@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ..causal_lm.documents import decoders
 from ..foreign import checkpointing
 from ..foreign.trl_head import is_flat_collator
-from ..forwards.layer import borders_of
 from ..packing import FilledRows
 from ..step.checkpoint import Checkpoint
 from ..step.flat_gradients import FlatGradients
 from ..step.graphed_module import GraphedModule
 from ..telling import warn
+from ..weights.borders import borders_of
 from ..weights.four_bit_parts import memories_of
 
 
@@ -56,7 +56,7 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     backward does not call. So every step runs in its `no_sync`, and we average the gradients after
     the last micro-batch of an update, once and with the same result. Shapes may differ between
     ranks. It also holds the nodes that accumulate gradients, so we capture new parameters on the
-    same memory instead (`step/leaves.py`).
+    same memory instead (`new_leaves`).
 
     With args.logging_nan_inf_filter, a Trainer's default, the host reads every loss. We do the same
     on the GPU, and the host no longer waits: the trainer gets a copy of its arguments without it.

@@ -1,16 +1,16 @@
 """The report: which modules of a model run fused now, and why the others do not."""
 
-from collections.abc import Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from ..foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
 from ..foreign.forwards import fused_parts_of
-from ..forwards.layer import borders_of
+from ..foreign.parallel import between_forwards
 from ..forwards.layer_reading import layer_weights
 from ..reading.projection import BASE_IS_TRAINED, has_adapters
-from ..weights.borders import Border
+from ..weights.borders import Border, borders_of
 from .switches import BORDERS, SWITCHES, switches_for
 
 # The parts that a module was set to run. Its forward no longer tells once it is replaced.
@@ -53,8 +53,22 @@ class FusionReport:
         return "\n".join(lines if fused else ["nothing is fused", *lines])
 
 
-def report_on(model: nn.Module) -> FusionReport:
-    """Report which modules of `model` would run fused if called now (`fused_lora.report`)."""
+def check_is_module(function: str, model: Any) -> None:
+    """Raise ValueError for an argument that is no model."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{function} needs a model, a torch.nn.Module, got {type(model).__name__}")
+
+
+@between_forwards()
+def report(model: nn.Module) -> FusionReport:
+    """Report which modules of `model` would run fused if it were called now.
+
+    A module counts as left if its adapters are merged, it is on the CPU, or somebody has replaced
+    its forward since. So does one that reads FSDP's weights, which are sharded between forwards,
+    and one that was not able to run fused when you called `fuse`, until you call it again. Modules
+    inside a layer that runs fused as a whole are not listed.
+    """
+    check_is_module("report", model)
     found = FusionReport({}, {})
     asked = asked_for(model)
     whole = tuple(
@@ -119,18 +133,14 @@ def _report_part(found: FusionReport, model: nn.Module, part: str, whole: tuple[
         left = site.left(site.read(module))
         found.left.update({f"{name}.{unit}": why for unit, why in left.items()})
         apart = left.keys() & set(units)
-        running += sum(_runs(module, unit, apart) for unit in units)
+        for unit in units:  # one without an adapter only runs fused together with all others
+            is_adapted = not apart or hasattr(module.get_submodule(unit), "lora_A")
+            running += is_adapted and unit not in apart
     found.counts[part] = f"{running} of {total} {SWITCHES[part].units}"
     if part == "layer" and found.fused[part]:
         borders = borders_of(model.get_submodule(found.fused[part][0]))
         if borders is not None:
             found.counts[part] += borders.kind.precision
-
-
-def _runs(module: nn.Module, unit: str, left: Set[str]) -> bool:
-    """Return True if a unit of a module runs fused, given the units left. One without an adapter
-    only does together with all others."""
-    return not left or (unit not in left and hasattr(module.get_submodule(unit), "lora_A"))
 
 
 def explained(model: nn.Module, reason: str | None) -> str | None:

@@ -10,19 +10,22 @@ from ..foreign.forwards import (
     HeadTaker,
     fused_parts_of,
     has_own_forward,
+    owner_of,
     remove_taker,
     why_not_own_forward,
 )
 from ..foreign.parallel import let_shard
-from ..forwards.layer import BorderedForward, borders_of, give_borders
+from ..forwards.layer import give_borders
 from ..forwards.mixer_layer import mixers
-from ..reading.aside import keep_reported, share_told
+from ..reading.fp8_checkpoint import drop_idle_hook
 from ..reading.site import FusedForward, Site
-from ..weights.borders import Border
-from ..weights.four_bit_parts import memories_of, share_memories
+from ..weights.borders import Border, LayerBorders, borders_of
+from ..weights.default_border import DefaultBorder
+from ..weights.four_bit_parts import memories_of
+from ..weights.fp8_weight import keep_fp8_from_ddp
 from ..weights.own_memory import leave_buffers
 from .report import PARTS_SET
-from .switches import BORDERS, SWITCHES, switches_for
+from .switches import SWITCHES, switches_for
 
 IN_LAYERS = {"mlp", "attention", "rope", "rms_norm", "layer"}
 
@@ -37,10 +40,11 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
     they already ran. kind: of borders for whole layers; None: keep theirs."""
     sites, memories = list(_sites_by_module(model, wanted, kind)), memories_of(model)
     for module, parts, site in sites:
-        owner = FusedForward(site.forward, module, parts)
-        if "layer" in parts:
-            owner = BorderedForward(site.forward, module, parts, borders_of(module), kind)
-        module.forward = owner.forward
+        fused, borders = FusedForward(site.forward, module, parts), borders_of(module)
+        if "layer" in parts and (borders is None or kind not in (None, borders.kind)):
+            borders = LayerBorders(kind or DefaultBorder)
+        fused.borders = borders
+        module.forward = fused.forward
         setattr(module, PARTS_SET, parts)
     running = running_in(model)
     mixing = list(mixers(model)) if running else []
@@ -52,20 +56,22 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
             decoder.forward = FusedForward(decoder_forward, decoder, DOCUMENTS).forward
     for part in running & SWITCHES.keys():
         for name, module, site in SWITCHES[part].candidates(model):
-            if site.why_not(model, name) is None and (left := site.left(site.read(module))):
-                keep_reported(module, left)
+            owner = owner_of(module)
+            if owner is not None and site.why_not(model, name) is None:  # not to be said again
+                owner.reported.update(map(": ".join, site.left(site.read(module)).items()))
     whole = [(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)]
     give_borders(whole)
     for name, module in model.named_modules():
         if any(_is_within(layer, name) or _is_within(name, layer) for layer, _ in whole):
             let_shard(module, leave_buffers)
-    share_told(model)
-    share_memories(model, memories)
+    owners = [*filter(None, map(owner_of, model.modules()))]
+    for owner in owners:
+        owner.told, owner.memories = owners[0].told, memories
     remove_taker(model)
     if names := [n for n, one in model.named_modules() if "cross_entropy" in fused_parts_of(one)]:
         model.register_forward_pre_hook(HeadTaker(names))
-    for each in BORDERS.values():
-        each.settle(model)
+    drop_idle_hook(model)
+    keep_fp8_from_ddp(model)
 
 
 def _is_within(name: str, outer: str) -> bool:

@@ -7,12 +7,12 @@ from torch import nn
 from fused_mlp.launching import DTYPES
 
 from ..foreign.parallel import is_in_fsdp, keep_from_ddp
-from ..forwards.layer import borders_of
 from ..forwards.layer_reading import read_groups
 from ..forwards.rms_norm import normed_layers
 from ..layer.shards import Shard
 from ..reading.projection import has_adapters
 from ..reading.refusal import attempt
+from ..weights.borders import borders_of
 from ..weights.default_border import DefaultBorder
 from ..weights.sharded_weight import ShardedWeight
 from .report import NO_ADAPTERS
@@ -56,7 +56,9 @@ def shard_base(model: nn.Module, group: dist.ProcessGroup | None = None) -> list
         if isinstance(weight, ShardedWeight):
             continue
         rows = weight.detach().chunk(group.size())[group.rank()]
-        shard = Shard(rows.to(_device_for(weight), copy=True), group)
+        is_late = weight.device.type == "cpu" and torch.cuda.is_available()
+        device = f"cuda:{torch.cuda.current_device()}" if is_late else weight.device
+        shard = Shard(rows.to(device, copy=True), group)
         sharded = nn.Parameter(ShardedWeight.of(shard), requires_grad=False)
         for base in owners:
             base.weight = sharded
@@ -94,9 +96,3 @@ def _bases_to_shard(model: nn.Module, ranks: int) -> dict[str, nn.Linear]:
             f"shard_base finds no layer to shard: {why if has_adapters(model) else NO_ADAPTERS}"
         )
     return bases
-
-
-def _device_for(weight: torch.Tensor) -> torch.device:
-    """Return the GPU, also for a model that is still on the CPU."""
-    is_late = weight.device.type == "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if is_late else weight.device

@@ -7,7 +7,7 @@ The report lists them in this order. It has no other meaning.
 from functools import partial
 
 from ..causal_lm import cross_entropy
-from ..forwards import attention, delta_net, experts, layer, linear, mlp, rms_norm
+from ..forwards import attention, delta_net, experts, layer, layer_reading, linear, mlp, rms_norm
 from ..reading.four_bit import why_not_norms
 from ..reading.site import Evidence, Part, Site
 from ..weights.borders import Border
@@ -20,7 +20,10 @@ MLP = Site(
     left=lambda reads: reads.left, why_not_there=why_not_norms,
 )  # fmt: skip
 EXPERTS = Site(
-    experts.experts, experts.read_experts, experts.experts_forward, units=experts.parameters_of
+    experts.experts,
+    experts.read_experts,
+    experts.experts_forward,
+    units=lambda wrapper: experts.PARAMETERS,
 )
 QKV = Site(
     attention.qkv_attentions, attention.read_qkv, attention.self_attention_forward,
@@ -41,16 +44,21 @@ ROTATING = Site(
     attention.rotating_attentions, attention.read_rotating, attention.self_attention_forward
 )
 NORM = Site(rms_norm.norms, rms_norm.read_norm, rms_norm.norm_forward)
-GATED_NORM = Site(rms_norm.gated_norms, rms_norm.read_gated_norm, rms_norm.gated_norm_forward)
+GATED_NORM = Site(
+    partial(rms_norm.norms, kind="RMSNormGated"), rms_norm.read_gated_norm,
+    rms_norm.gated_norm_forward,
+)  # fmt: skip
 NORMED_LAYER = Site(
     rms_norm.normed_layers, rms_norm.read_normed_layer, rms_norm.normed_layer_forward,
-    gives_way_to="layer", is_listed=False,
+    gives_way_to="layer",
 )  # fmt: skip
 LOSS = Site(
     cross_entropy.causal_lms, cross_entropy.read_answered_head, cross_entropy.causal_lm_forward
 )
 FP8_LOSS = LOSS._replace(read=cross_entropy.read_fp8_head)
-LAYER = Site(rms_norm.normed_layers, layer.read_layer, layer.layer_forward, left=lambda slow: slow)
+LAYER = Site(
+    rms_norm.normed_layers, layer_reading.read_layer, layer.layer_forward, left=lambda slow: slow
+)
 
 # --- parts ----------------------------------------------------------------------------------------
 
@@ -110,6 +118,6 @@ BORDERS: dict[str, type[Border]] = {"fp8": Fp8Border}
 
 def switches_for(kind: type[Border] | None) -> dict[str, Part]:
     """Return SWITCHES for layers in buffers of this kind. None: keep the kind they have."""
-    site = LAYER._replace(read=partial(layer.read_layer, kind=kind))
+    site = LAYER._replace(read=partial(layer_reading.read_layer, kind=kind))
     evidence = FP8_LAYERS_RAN if kind is Fp8Border else LAYERS_RAN
     return SWITCHES | {"layer": SWITCHES["layer"]._replace(sites=(site,), evidence=evidence)}

@@ -28,7 +28,7 @@ from ..reading.projection import why_call, why_not_plain
 from ..reading.refusal import Refusal, attempt, refuse
 from ..reading.site import having
 from ..telling import warn
-from ..weights.fp8_head import multiplies_in_fp8, why_not_head
+from ..weights.fp8_weight import why_not_in_fp8
 from .documents import check_not_empty, fills_cache
 from .labelled import run_decoder, shifted_by_one
 from .log_probs import answer_trl, read_adapted_head
@@ -37,7 +37,7 @@ from .log_probs import answer_trl, read_adapted_head
 def causal_lms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield models with an lm_head, except inside PEFT's CPT, which needs logits for its loss."""
     if not any(isinstance(module, CPTEmbedding) for module in model.modules()):
-        yield from having("lm_head", "model")(model)
+        yield from having(model, "lm_head", "model")
 
 
 def read_answered_head(model: Any) -> nn.Linear:
@@ -65,8 +65,14 @@ def read_fp8_head(model: Any) -> nn.Linear:
     head = read_loss_head(model)
     if softcap_of(model) is not None:
         raise Refusal("its logits are soft-capped, never in FP8")
-    refuse(why_not_head(head))
+    refuse(_why_not_fp8(head))
     return head
+
+
+def _why_not_fp8(head: nn.Linear) -> str | None:
+    if any(parameter.requires_grad for parameter in head.parameters()):
+        return "its lm_head is trained, which is done in its own precision: leave fp8_lm_head out"
+    return why_not_in_fp8(head.weight)
 
 
 def read_head(model: Any, is_called: bool = False) -> nn.Linear:
@@ -217,6 +223,11 @@ def causal_lm_forward(
     if form.multiplied_by:
         hidden = hidden * getattr(text, form.multiplied_by)
 
+    fp8 = "fp8_lm_head" in parts
+    if fp8 and (why_not := _why_not_fp8(head)):
+        say_once(model, why_not)
+        fp8 = False
+
     def loss_of(hidden: Tensor) -> Tensor:
         return linear_cross_entropy(
             hidden,
@@ -228,7 +239,7 @@ def causal_lm_forward(
             max_labelled=max_labelled_tokens,
             rows=states.rows,
             check_labels=False,
-            fp8=multiplies_in_fp8(model, head, parts),
+            fp8=fp8,
             softcap=softcap_of(model),
         )
 

@@ -26,7 +26,6 @@ from ..foreign.originals import why_replaced
 from ..foreign.versions import class_forward, is_checkpointed
 from ..forwards.attend import has_sinks, rotates, window_of
 from ..forwards.attention import output_of, read_qkv, why_not_as_one, why_not_sdpa
-from ..forwards.layer import borders_of
 from ..forwards.layer_reading import takes_attention
 from ..forwards.linear import read_output
 from ..forwards.mixer_layer import check_apart, keeps_apart
@@ -37,9 +36,10 @@ from ..reading.known import known_form
 from ..reading.projection import why_call
 from ..reading.refusal import attempt, reason_of, refuse_documents
 from ..reading.site import having, unfused
-from ..step import padding_seen
 from ..step.graphed_module import is_graphed
+from ..step.masks import padding_seen
 from ..telling import warn
+from ..weights.borders import borders_of
 
 # the parts of the forward of a decoder, and of a mixer, that keeps documents apart
 DOCUMENTS = frozenset({"documents"})
@@ -54,7 +54,7 @@ MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
 def decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for norm in ("norm", "embedding_norm"):
-        yield from having("embed_tokens", "layers", norm)(model)
+        yield from having(model, "embed_tokens", "layers", norm)
 
 
 def decoder_forward(
@@ -122,7 +122,9 @@ def _documents_in(
         return None
     if has_mixers and position_ids.ndim == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]  # the text's, before those of images
-    if position_ids.ndim != 2 or (_has_axes(decoder) and not has_mixers):
+    # in Qwen-VL a position has several numbers: text, height and width
+    has_axes = "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
+    if position_ids.ndim != 2 or (has_axes and not has_mixers):
         return None
     documents = documents_of(position_ids.expand(len(batch), -1))
     is_packed = is_capturing(position_ids) or bool(documents[:, :, 0].any())
@@ -187,11 +189,6 @@ def check_not_empty(module: nn.Module, inputs: dict[str, Any]) -> None:
             )
 
 
-def _has_axes(decoder: Any) -> bool:
-    """Return True if a position has several numbers (text, height and width in Qwen-VL)."""
-    return "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
-
-
 def takes_documents(decoder: Any) -> bool:
     """Return True if all attention of a decoder runs fused, on kernels that handle documents, and
     its other layers keep documents apart. An attention that steps aside turns them into a mask."""
@@ -219,12 +216,6 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
         return False
     reads, reason = attempt(read_qkv, attention)
     return not reason and reads.are_all and reason_of(read_output, output_of(attention)) is None
-
-
-def _slides(decoder: Any, positions: int) -> bool:
-    """Return True if an attention of this decoder has a window shorter than a row."""
-    windows = (window_of(layer.self_attn) for layer in decoder.layers if _attends(layer))
-    return any(window is not None and window < positions for window in windows)
 
 
 def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:
@@ -257,7 +248,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs, labels
     is_token = mask.bool().to(labels.device)
     is_predicting = ~is_token & (labels != IGNORED)
-    seen = padding_seen.current()
+    seen = padding_seen()
     if is_capturing(mask):
         if seen is None or not ((seen.is_there or have_sinks(decoder)) and seen.is_apart):
             return inputs, labels
@@ -266,7 +257,8 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs | {"attention_mask": _padding_apart(is_token)}, labels
     places = is_token.flatten().nonzero().squeeze(1)
     is_exact, is_padded = not is_predicting.any(), len(places) < is_token.numel()
-    slides = _slides(decoder, mask.shape[1])
+    windows = (window_of(layer.self_attn) for layer in decoder.layers if _attends(layer))
+    slides = any(window is not None and window < mask.shape[1] for window in windows)
     place_matters = seen is not None or is_graphed(decoder) or slides
     is_parted = is_padded and place_matters and bool(_is_parted(is_token).any())
     if seen is not None:

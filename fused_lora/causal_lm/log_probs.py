@@ -1,5 +1,6 @@
 """TRL's call of a causal language model, answered by `fused_lora.log_probs`."""
 
+import sys
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from ..foreign.forwards import trl_head_of
 from ..foreign.parallel import call_with
-from ..foreign.trl_head import trl_output
+from ..foreign.trl_head import UTILS
 from ..loss.label_check import IGNORED, note
 from ..loss.log_probs import HeadAdapter, LogProbs, log_probs
 from ..reading.aside import step_aside
@@ -95,4 +96,5 @@ def answer_trl(
         if name != "loss"
     }
     label_mask = at_predicting[:, :end] != IGNORED
-    return trl_output(**fields, loss=found.loss, label_mask=label_mask)
+    output_class = sys.modules[UTILS].FusedCausalLMOutput
+    return output_class(**fields, loss=found.loss, label_mask=label_mask)

@@ -7,7 +7,6 @@ it: its gradient_checkpointing=True comes after `fuse`.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,12 +19,6 @@ ENABLED, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 # The method of a model that sets them on all of its layers.
 SWITCH = "_set_gradient_checkpointing"
 IN_EVAL_MODE = "transformers checkpoints nothing in eval mode: call model.train(), as trainers do"
-
-
-class Installed(LayerPolicy):
-    """A LayerPolicy in a layer's attribute. before: the attributes' values without it."""
-
-    before: dict[str, Any]
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -43,19 +36,21 @@ def install(policy: Checkpoint, layers: Sequence[nn.Module], last_runs_once: boo
     for index, layer in enumerate(layers):
         remove(layer)
         is_last = index == len(layers) - 1
-        installed = Installed(policy, ModuleRef(layer), index, is_last, is_last and last_runs_once)
+        installed = LayerPolicy(
+            policy, ModuleRef(layer), index, is_last, is_last and last_runs_once
+        )
         _set(layer, installed, policy.policy != "none")
 
 
-def _set(layer: nn.Module, installed: Installed, is_enabled: bool) -> None:
+def _set(layer: nn.Module, installed: LayerPolicy, is_enabled: bool) -> None:
     installed.before = {one: vars(layer)[one] for one in (ENABLED, FUNCTION) if one in vars(layer)}
     setattr(layer, ENABLED, is_enabled)
     setattr(layer, FUNCTION, installed)
 
 
-def _installed_on(layer: nn.Module) -> Installed | None:
+def _installed_on(layer: nn.Module) -> LayerPolicy | None:
     function = vars(layer).get(FUNCTION)
-    return function if isinstance(function, Installed) else None
+    return function if isinstance(function, LayerPolicy) else None
 
 
 def policy_of(layer: nn.Module) -> Checkpoint | None:

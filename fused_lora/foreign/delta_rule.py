@@ -7,6 +7,7 @@ from 3.4.0 to below 3.7.1 computes it wrong on Hopper, unless tilelang computes 
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,18 +25,14 @@ REFUSES_TRITON = (
     f"{triton.__version__} on Hopper, take 3.7.1"
 )
 
-_chosen: dict[Callable, tuple[Callable, str]] = {}
-
 
 def delta_rule(net: nn.Module) -> tuple[Callable, str]:
     """Return the function for the recurrence of a gated delta net, and the reason if it is
     transformers' own."""
-    function = getattr(sys.modules[type(net).__module__], NAME)
-    if function not in _chosen:
-        _chosen[function] = _choose(function)
-    return _chosen[function]
+    return _choose(getattr(sys.modules[type(net).__module__], NAME))
 
 
+@cache
 def _choose(rule: Any) -> tuple[Callable, str]:
     home = _home_of(rule)
     if home == "transformers":

@@ -34,8 +34,8 @@ class Owner:
     """The object that our forwards are methods of. It does not keep the module alive.
 
     parts: those the module runs fused. told, reported: reasons not to repeat (`aside.py`).
-    memories: for weights in 4 bits (`weights/four_bit_parts.py`). trl_head: TRL's, which it
-    answers for.
+    memories: for weights in 4 bits (`weights/four_bit_parts.py`). borders: of a whole layer
+    (`weights/borders.py`). trl_head: TRL's, which it answers for.
     """
 
     def __init__(self, module: nn.Module, parts: frozenset[str]):
@@ -45,6 +45,7 @@ class Owner:
         self.told: set[str] = set()  # `fuse` shares it among all modules of a model
         self.reported: set[str] = set()  # for this module, by the report of `fuse`
         self.memories: Any = None  # one for a model
+        self.borders: Any = None
 
     @property
     def module(self) -> Any:
@@ -58,11 +59,9 @@ def has_lora(module: nn.Module) -> bool:
 def owner_of(module: nn.Module, at: str = "forward") -> Owner | None:
     """Return the owner of a forward of ours, which may lie beneath TRL's head."""
     forward = vars(module).get(at)
-    # not getattr: torch.compile of torch 2.11 does not find a method's __self__ that way
     owner = forward.__self__ if isinstance(forward, MethodType) else None
     if owner is module:
-        forward = beneath(forward)
-        owner = forward.__self__ if isinstance(forward, MethodType) else None
+        owner = getattr(beneath(forward), "__self__", None)
         if isinstance(owner, Owner) and owner.module is not module:
             return None  # TRL's head on a copy still calls the model that was copied
     return owner if isinstance(owner, Owner) else None

@@ -14,8 +14,6 @@ would be lost.
 `outputs.logits is None` does not survive: no value passes this test and still raises in later use.
 We read transformers 5.17, accelerate 1.15, PEFT 0.21 and TRL 1.15, and none of them tests for it in
 training. `"logits" in outputs` is the test that works, fused or not.
-
-Under torch.compile logits are None, because it only traces transformers' output classes.
 """
 
 from functools import cache

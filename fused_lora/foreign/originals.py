@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType
 from typing import Any
 
 from torch import nn
@@ -34,11 +33,6 @@ def why_replaced(module: str, *names: str) -> str | None:
     return None
 
 
-def is_builtin(function: Any) -> bool:
-    """Return True for a torch function that is not written in Python."""
-    return isinstance(function, BuiltinFunctionType)
-
-
 @cache
 def _why_not_own_method(cls: type, name: str, found: Any) -> str | None:
     # a class made by FSDP may wrap the forward of the original class
@@ -53,7 +47,7 @@ def why_not(found: Any, module: str, qualname: str) -> str | None:
     folder = Path(str(sys.modules[package].__file__)).parent
     function = found
     for function in unwrapped(found):
-        code = _code_of(function)
+        code = getattr(function, "__code__", None)
         if code is None or folder not in Path(code.co_filename).parents:
             break
     else:
@@ -80,14 +74,10 @@ def closure_of(function: Any) -> Iterator[tuple[str, Any]]:
         yield name, cell.cell_contents
 
 
-def _code_of(function: Any) -> CodeType | None:
-    return getattr(function, "__code__", None)
-
-
 def _named(function: Any) -> str:
     """Return the name of a function. For a wrapper, whose name is that of the wrapped function,
     return its place."""
-    code = _code_of(function)
+    code = getattr(function, "__code__", None)
     if code is None:
         return f"an object of {type(function).__module__}.{type(function).__qualname__}"
     if hasattr(function, "__wrapped__"):

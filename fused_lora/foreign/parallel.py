@@ -6,9 +6,9 @@ border. FSDP2 (fully_shard) derives new classes from a module's. Its weights are
 during a forward and its backward, and DTensors otherwise.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NoReturn
 
@@ -62,28 +62,24 @@ def is_dtensor(weight: Any) -> bool:
     return type(weight).__name__ == "DTensor"
 
 
-class _Thread(threading.local):
-    is_between = False
-
-
-_thread = _Thread()
+_is_between = ContextVar("is_between", default=False)
 
 
 @contextmanager
 def between_forwards() -> Iterator[None]:
     """Take weights that FSDP2 shards for the plain ones that a forward will find, in this
     thread."""
-    before, _thread.is_between = _thread.is_between, True
+    token = _is_between.set(True)
     try:
         yield
     finally:
-        _thread.is_between = before
+        _is_between.reset(token)
 
 
 def is_gathered_in(module: nn.Module | None) -> bool:
     """Return True in a forward for a module whose weights FSDP2 has gathered. It marks no module
     whose weights it ignores."""
-    return module is not None and is_in_fsdp(module) and not _thread.is_between
+    return module is not None and is_in_fsdp(module) and not _is_between.get()
 
 
 def keep_from_ddp(model: Any, names: Iterable[str]) -> None:
@@ -113,7 +109,7 @@ def why_sharded(module: nn.Module) -> str | None:
             "is a DTensor that no fully_shard manages: load the model without tensor parallelism "
             "(tp_plan)"
         )
-    if _thread.is_between:
+    if _is_between.get():
         return None
     if is_fsdp(type(module)):
         return f"is sharded by itself: {ON_LAYERS}"

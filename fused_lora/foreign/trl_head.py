@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .originals import why_patched
+from .originals import closure_of, why_patched
 
 UTILS, FORWARD = "trl.trainer.utils", "_fused_forward"
 SFT, COLLATOR = "trl.trainer.sft_trainer", "DataCollatorForLanguageModeling"
@@ -35,8 +35,7 @@ class TrlHead(NamedTuple):
 def trl_head_in(forward: Any) -> TrlHead | None:
     """Return the settings of TRL's head if this is its forward, in a form that we know."""
     found = _variables_of(forward)
-    # torch.compile, which traces this, compares no sets
-    if not all(name in found for name in (*TrlHead._fields, "original_forward")):
+    if not {*TrlHead._fields, "original_forward"} <= found.keys():
         return None
     return TrlHead(**{name: found[name] for name in TrlHead._fields})
 
@@ -54,8 +53,7 @@ def _variables_of(forward: Any) -> dict[str, Any]:
     code = getattr(function, "__code__", None)
     if code is None or code.co_name != FORWARD or function.__globals__["__name__"] != UTILS:
         return {}
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells}
+    return dict(closure_of(function))
 
 
 def trl_forward(model: nn.Module, head: TrlHead) -> Any:
@@ -69,11 +67,6 @@ def trl_forward(model: nn.Module, head: TrlHead) -> Any:
     if ours is not None:
         model.forward = ours
     return theirs
-
-
-def trl_output(**results: Any) -> Any:
-    """Return TRL's output for a call of its head."""
-    return sys.modules[UTILS].FusedCausalLMOutput(**results)
 
 
 def is_flat_collator(collator: Any) -> bool:

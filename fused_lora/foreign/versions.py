@@ -21,14 +21,10 @@ IS_NAMED_CACHE = "cache" in inspect.signature(masking_utils.create_causal_mask).
 STATES = "cache" if IS_NAMED_CACHE else "cache_params"  # most mixers' name for the cache
 RULE_REPEATS_HEADS = not IS_NAMED_CACHE
 CONVOLUTION = "causal_conv1d_fn"  # the function in which mixers convolve
+# a class's forward does a layer's checkpointing
 CHECKPOINTED_BY_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 LAYERS_FILE = inspect.getfile(GradientCheckpointingLayer)
 NO_CACHE = {"use_cache": False, CACHE: None}  # a recompute would fill it twice
-
-
-def is_checkpointed_by_forward(module: nn.Module) -> bool:
-    """Return True for a layer whose class's forward does the checkpointing."""
-    return CHECKPOINTED_BY_FORWARD and isinstance(module, GradientCheckpointingLayer)
 
 
 def is_checkpointed(module: Any) -> bool:
@@ -101,14 +97,12 @@ def _renamed(options: dict[str, Any], old: str, new: str) -> dict[str, Any]:
 def class_forward(module: nn.Module, *inputs, **options):
     """Run the forward of the module's class without the checkpointing around it: our forward has
     done that."""
-    return _without_checkpointing(type(module).forward)(module, *inputs, **as_named(options))
+    return without_checkpointing(type(module).forward)(module, *inputs, **as_named(options))
 
 
-def _without_checkpointing(forward: Any) -> Callable:
+@cache
+def without_checkpointing(forward: Any) -> Callable:
+    """Return a class's forward as `class_forward` runs it."""
     while getattr(getattr(forward, "__code__", None), "co_filename", "") == LAYERS_FILE:
         forward = forward.__wrapped__
     return forward
-
-
-# What class_forward runs for a class's forward, outside compiled code.
-without_checkpointing = cache(_without_checkpointing)

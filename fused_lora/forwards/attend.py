@@ -10,8 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fused_mlp.utils import compute_dtype
+
+from ..foreign.originals import why_replaced
 from ..foreign.versions import IS_NAMED_CACHE
 from ..functions.rope import rope
+from ..kernels.causal_attention import fits_heads
 from ..kernels.documents import is_documents, mask_of_documents
 from ..reading.aside import say_once
 from ..reading.known import known_form
@@ -89,15 +93,12 @@ def attend(
     may be missing where the form shares them."""
     form, shared = known_form(attention, "Attention"), options.pop("shared_kv_states", None)
     by_token = qkv[0].shape[:2]
-    q_norm: Any
-    k_norm: Any
-    q_norm, k_norm = (getattr(attention, name, None) for name in form.norm_names)
+    norms: Any = (getattr(attention, name, None) for name in form.norm_names)
+    q_norm, k_norm = norms
     if form.norms == "features":
         qkv = q_norm(qkv[0]), k_norm(qkv[1]), qkv[2]
     q, *kv = (one.unflatten(2, (-1, attention.head_dim)) for one in qkv)
-    gate: Tensor | None = None
-    k: Any = None
-    v: Any = None
+    gate = k = v = None
     if form.has_gate:  # each head's q, then its gate
         q, gate = q.unflatten(2, (-1, 2)).unbind(3)
     if form.norms == "heads":
@@ -127,15 +128,9 @@ def attend(
     function = ALL_ATTENTION_FUNCTIONS.get_interface(
         config._attn_implementation, _module_function(attention, "eager_attention_forward")
     )
+    dropout = dropout_of(attention) if attention.training else 0.0
     attended, weights = function(
-        attention,
-        q,
-        k,
-        v,
-        attention_mask,
-        dropout=dropout_of(attention) if attention.training else 0.0,
-        scaling=attention.scaling,
-        **options,
+        attention, q, k, v, attention_mask, dropout=dropout, scaling=attention.scaling, **options
     )
     attended = attended.reshape(*by_token, -1).contiguous()
     if gate is not None:
@@ -179,3 +174,46 @@ def q_scale_of(attention: Any, options: dict) -> Tensor | None:
 def _module_function(attention: nn.Module, name: str) -> Callable:
     """Return a function by name from the module of the attention's class."""
     return getattr(sys.modules[type(attention).__module__], name)
+
+
+# --- with sinks -----------------------------------------------------------------------------------
+# Each head's softmax has one more score, whose value is 0, as in gpt-oss. transformers has no sdpa
+# for it. It runs eagerly, with a mask of positions x positions in every layer, or on flex_attention
+# or kernels from the hub. Our own kernels take the sinks, the sliding window and the bounds of
+# documents, and no mask.
+
+
+def sinks_and_window_of(attention: Any, mask: Any) -> tuple[Tensor | None, int | None]:
+    """Return the sinks [heads] and the sliding window that our kernels have to take, None for
+    none."""
+    name = known_form(attention, "Attention").sinks
+    return getattr(attention, name) if name else None, window_beside(attention, mask)
+
+
+def why_not_eager(attention: Any) -> str | None:
+    """Return the reason if an attention with sinks runs anything but transformers' eager one."""
+    implementation = attention.config._attn_implementation
+    if implementation != "eager":
+        return f"its attention is {implementation}: call model.set_attn_implementation('eager')"
+    called = "eager_attention_forward", "repeat_kv"
+    if (reason := why_replaced(type(attention).__module__, *called)) is not None:
+        return reason
+    if (dropout := dropout_of(attention)) and attention.training:
+        return f"attention_dropout is {dropout}: load the model with attention_dropout=0.0"
+    if getattr(attention, known_form(attention, "Attention").sinks).requires_grad:
+        return "its sinks are trained: freeze them, requires_grad_(False)"
+    return None
+
+
+def why_not_sinks(attention: Any, hidden: Tensor, mask: Any) -> str | None:
+    """Return the reason if our kernels cannot attend in this call because of sinks."""
+    if not has_sinks(attention):
+        return None
+    if (reason := why_not_eager(attention)) is not None:
+        return reason
+    dtype = compute_dtype(hidden)
+    if not fits_heads(dtype, attention.head_dim):
+        return f"with sinks no kernel takes heads of {attention.head_dim} in {dtype}: use bfloat16"
+    if not (isinstance(mask, Tensor) and is_documents(mask)):
+        return "its mask is a matrix: with sinks full rows run fused, padded ones with a fused loss"
+    return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..foreign.forwards import fused_parts_of
-from ..foreign.originals import is_builtin, why_replaced
+from ..foreign.originals import why_replaced
 from ..functions.lora_attention import FrozenAttention, LoRA_Attention
 from ..functions.lora_linear import FrozenQKV, LoRA_QKV
 from ..kernels.head_norms import HeadNorms
@@ -31,7 +32,10 @@ from .attend import (
     mask_for_attention,
     q_scale_of,
     rotates,
+    sinks_and_window_of,
+    why_not_eager,
     why_not_rotated,
+    why_not_sinks,
 )
 from .linear import (
     Reads,
@@ -42,7 +46,6 @@ from .linear import (
     tensors_of,
 )
 from .rms_norm import why_not_frozen
-from .sinks import sinks_and_window_of, why_not_eager, why_not_sinks
 
 NO_CACHE_IN_TRAINING = (
     "it was given past_key_values; in training, set model.config.use_cache = False"
@@ -154,8 +157,7 @@ def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def lone_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the projections that run fused in modules which otherwise stay the library's."""
     for name, module in model.named_modules():
-        if (form := known_form(module, "Projections")) is not None:
-            yield from _with_adapters(name, module, *form.projections)
+        yield from _with_adapters(name, module, *known_form(module, "Projections") or ())
 
 
 def _with_adapters(owner: str, module: nn.Module, *names: str) -> Iterator[tuple[str, nn.Module]]:
@@ -307,7 +309,7 @@ def why_not_sdpa(attention: Any) -> str | None:
         return "its attention is registered as sdpa, but is not transformers' own: undo that"
     if (reason := why_replaced(sdpa_attention.__name__, "sdpa_attention_forward")) is not None:
         return reason
-    if not is_builtin(F.scaled_dot_product_attention):
+    if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
         return "F.scaled_dot_product_attention is not torch's own: undo that patch to run it fused"
     if (dropout := dropout_of(attention)) and attention.training:
         return f"attention_dropout is {dropout}: load the model with attention_dropout=0.0"

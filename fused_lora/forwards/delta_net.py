@@ -5,7 +5,7 @@ Rows that hold documents need nothing of that library: the convolution takes the
 recurrence forgets everything at a document's first token (`layer/mixer_ends.py`)."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,20 +18,14 @@ from ..functions.lora_group import FrozenGroup, LoRA_Group
 from ..layer.mixer_ends import DeltaNetEnds, decay_of
 from ..reading.aside import say_left, say_once, step_aside
 from ..reading.families import FORMS
-from ..reading.forms import DeltaNetForm
+from ..reading.forms import MixerForm
 from ..reading.known import known_form, why_not_class
 from ..reading.projection import Projection, seed_for, why_call
 from ..reading.refusal import attempt, refuse, refuse_documents
 from ..reading.site import having
 from ..weights.four_bit_parts import why_not_input, written
 from .attention import NO_CACHE_IN_TRAINING
-from .linear import (
-    Reads,
-    frozen_linear,
-    read_projections,
-    run_alone,
-    tensors_of,
-)
+from .linear import Reads, frozen_linear, read_projections, run_alone, tensors_of
 from .rms_norm import read_gated_norm
 from .short_conv import why_not_conv
 
@@ -43,20 +37,19 @@ UNTRAINED = "norm.weight", "conv1d.weight", "conv1d.bias", "A_log", "dt_bias"
 
 def delta_nets(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for form in set(FORMS["GatedDeltaNet"].values()):
-        yield from having(*form.projections, "conv1d", "norm", form.output)(model)
+        yield from having(model, *form.projections, "conv1d", "norm", form.output)
 
 
 def in_projections(net: nn.Module) -> tuple[str, ...]:
     """Return the names of a gated delta net's in-projections; of an unknown class, Qwen3.5's."""
-    return (known_form(net, "GatedDeltaNet") or DeltaNetForm()).projections
+    return (known_form(net, "GatedDeltaNet") or MixerForm()).projections
 
 
 class DeltaNetRead(NamedTuple):
-    """A gated delta net as it is now: its in-projections, the function for its recurrence, why that
-    is not a fast library's, and why its convolution does not run fused."""
+    """A gated delta net as it is now: its in-projections, why its recurrence is not a fast
+    library's, and why its convolution does not run fused."""
 
     reads: Reads
-    rule: Callable
     why_slow: str
     why_not_conv: str
 
@@ -71,7 +64,7 @@ def read_delta_net(net: Any) -> DeltaNetRead:
     """Return the parts of a gated delta net as they are now."""
     refuse(_why_not_itself(net))
     reads = read_projections(net, in_projections(net))
-    return DeltaNetRead(reads, *delta_rule(net), _why_not_conv(net) or "")
+    return DeltaNetRead(reads, why_slow_rule(net), _why_not_conv(net) or "")
 
 
 def _why_not_itself(net: Any) -> str | None:
@@ -141,21 +134,23 @@ def delta_net_forward(
         ).transpose(1, 2)  # fmt: skip
         q, k, v = mixed.split(qkv_sizes(net), -1)
     else:
-        q, k, v = _convolve(net, mixed, seq_idx)
+        conv = Conv(qkv_sizes(net), seq_idx=seq_idx)
+        q, k, v = causal_conv(mixed, net.conv1d.weight.squeeze(1), net.conv1d.bias, conv)
     decay = decay_of(net.A_log, a, net.dt_bias, seq_idx)
-    rule, _ = delta_rule(net)
-    found = run_rule(net, rule, (q, k, v), decay, b.sigmoid(), **options)
+    found = run_rule(net, q, k, v, b.sigmoid(), decay, **options)
     rows = found.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)
     return net.out_proj(net.norm(*rows).reshape(*hidden_states.shape[:-1], -1))
 
 
 def run_rule(
-    net: Any, rule: Callable, qkv: tuple[Tensor, ...], decay: Tensor, beta: Tensor, **options
-) -> Tensor:
-    """Run the recurrence on q, k and v [batch, positions, features]. Return what it found, [batch,
-    positions, heads, head_dim]."""
-    sizes = net.head_k_dim, net.head_k_dim, net.head_v_dim
-    q, k, v = (one.unflatten(-1, (-1, size)) for one, size in zip(qkv, sizes, strict=True))
+    net: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, *,
+    seq_idx: Tensor | None = None, **options,
+) -> Tensor:  # fmt: skip
+    """Run the recurrence on q, k and v [batch, positions, features]; its decay knows the documents.
+    Return what it found, [batch, positions, heads, head_dim]."""
+    rule, _ = delta_rule(net)
+    q, k = (one.unflatten(-1, (-1, net.head_k_dim)) for one in (q, k))
+    v = v.unflatten(-1, (-1, net.head_v_dim))
     options = {name: one for name, one in options.items() if name not in BOUNDS}
     if RULE_REPEATS_HEADS and (times := net.num_v_heads // net.num_k_heads) > 1:
         q, k = (one.repeat_interleave(times, dim=2) for one in (q, k))
@@ -164,11 +159,6 @@ def run_rule(
         use_qk_l2norm_in_kernel=True, **options,
     )  # fmt: skip
     return found
-
-
-def _convolve(net: Any, mixed: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, ...]:
-    conv = Conv(qkv_sizes(net), seq_idx=seq_idx)
-    return causal_conv(mixed, net.conv1d.weight.squeeze(1), net.conv1d.bias, conv)
 
 
 def qkv_sizes(net: Any) -> tuple[int, int, int]:
@@ -221,12 +211,3 @@ def net_ends(net: Any, seq_idx: Tensor | None) -> DeltaNetEnds:
         net.conv1d.weight.squeeze(1), net.conv1d.bias, net.A_log, net.dt_bias, net.norm.weight,
         eps, qkv_sizes(net), seq_idx,
     )  # fmt: skip
-
-
-def run_net(
-    net: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, *,
-    seq_idx: Tensor | None = None, **options,
-) -> Tensor:  # fmt: skip
-    """Run the recurrence, whose decay knows the documents."""
-    rule, _ = delta_rule(net)
-    return run_rule(net, rule, (q, k, v), decay, beta, **options)

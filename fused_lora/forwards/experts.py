@@ -20,7 +20,6 @@ from ..foreign.originals import why_not, why_patched
 from ..functions.lora_experts import FrozenExperts, LoRA_Experts, why_not_sizes
 from ..kernels.routed_rows import SWIGLU, ClampedGate
 from ..reading.aside import step_aside
-from ..reading.forms import ExpertsForm
 from ..reading.known import known_form, why_not_class
 from ..reading.projection import BASE_IS_TRAINED, active_adapter, why_call, why_not_plain
 from ..reading.refusal import Refusal, attempt, refuse
@@ -48,12 +47,6 @@ class AdaptedParameter(NamedTuple):
     scaling: float = 0.0
 
 
-class ReadExperts(NamedTuple):
-    gate_up: AdaptedParameter
-    down: AdaptedParameter
-    gate: ClampedGate
-
-
 def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield experts, or the outermost wrapper of those with adapters."""
     for name, module in model.named_modules():
@@ -65,8 +58,8 @@ def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def read_experts(outermost: Any) -> ReadExperts:
-    """Return experts as they are now."""
+def read_experts(outermost: Any) -> tuple[AdaptedParameter, AdaptedParameter, ClampedGate]:
+    """Return gate_up, down and the gate of experts as they are now."""
     refuse(why_not_own_forward(outermost))
     adapters: dict[str, tuple] = {}
     module = outermost
@@ -80,7 +73,8 @@ def read_experts(outermost: Any) -> ReadExperts:
     base: Any = module
     refuse(NOT_TRAINED if type(base).__name__ == PACKED else None)
     refuse(why_not_class(base, "Experts") or why_call(base, own_forward=base is not outermost))
-    refuse(_why_not_gate(base, known_form(base, "Experts")))
+    is_clamped = known_form(base, "Experts").is_clamped
+    refuse(_why_not_gate(base, is_clamped))
     implementation = getattr(base.config, "_experts_implementation", None)
     if implementation not in IMPLEMENTATIONS:
         raise Refusal(
@@ -91,7 +85,6 @@ def read_experts(outermost: Any) -> ReadExperts:
         raise Refusal(
             "its experts are spread over ranks: load the model without expert parallelism"
         )
-    is_clamped = known_form(base, "Experts").is_clamped
     gate = ClampedGate(base.alpha, base.limit) if is_clamped else SWIGLU
     parameters = []
     for name in PARAMETERS:
@@ -106,7 +99,7 @@ def read_experts(outermost: Any) -> ReadExperts:
         weight = weight.mT if is_clamped else weight
         parameters.append(AdaptedParameter(weight, bias, *adapters.get(name, ())))
     gate_up, down = parameters
-    return ReadExperts(gate_up, down, gate)
+    return gate_up, down, gate
 
 
 def _adapter_of(wrapper: Any) -> tuple:
@@ -125,16 +118,16 @@ def _adapter_of(wrapper: Any) -> tuple:
     return *by_expert, float(scaling)
 
 
-def _why_not_gate(base: Any, form: ExpertsForm) -> str | None:
-    """Return the reason if the experts apply their gate in another way than their form says."""
-    if form.is_clamped:
+def _why_not_gate(base: Any, is_clamped: bool) -> str | None:
+    """Return the reason if the experts apply their gate in another way than we know."""
+    if is_clamped:
         return why_patched(type(base), "_apply_gate")
     return why_not(type(base)._apply_gate, moe.__name__, "_default_apply_gate") or why_not_one_of(
-        ("silu",), base, form.activation
+        ("silu",), base, "act_fn"
     )
 
 
-def _why_not_dtype(x: Tensor, read: ReadExperts) -> str:
+def _why_not_dtype(x: Tensor, read: tuple) -> str:
     dtype = compute_dtype(x)
     for one in read[:2]:
         if one.weight.dtype != dtype:
@@ -159,7 +152,3 @@ def experts_forward(wrapper: nn.Module, parts: frozenset[str], x: Tensor, *rest,
         return LoRA_Experts.apply(x, weights, both.A, both.B, down.A, down.B, chosen, now)
 
     return saving_last(run).to(x.dtype)
-
-
-def parameters_of(wrapper: nn.Module) -> tuple[str, ...]:
-    return PARAMETERS

@@ -1,22 +1,18 @@
 """The switch `layer`: the forward of a whole decoder layer, on buffers of weights.
 
-`fuse` sets a `BorderedForward` on each layer, which holds the layer's borders (`borders.py`). A
-layer that cannot run as one runs its other fused parts one by one, and warns once.
+`layer_reading.py` reads the layer. It runs as one function, or with a mixer as two around that. One
+that cannot runs its other fused parts one by one, and warns once.
 """
 
-from collections.abc import Callable, Sequence
-from types import MethodType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from fused_mlp.launching import DTYPES
-from fused_mlp.utils import compute_dtype
+from torch import Tensor
 
 from ..foreign.forwards import fused_parts_of
-from ..foreign.parallel import FLATTENED, is_dtensor, is_flattened, is_in_fsdp, may_shard_later
-from ..foreign.versions import by_name, class_forward
+from ..foreign.parallel import FLATTENED, is_dtensor, may_shard_later
+from ..foreign.versions import CACHE, by_name, class_forward
 from ..kernels.rows import Handover
 from ..layer.buffer import WeightGroup
 from ..layer.decoder_layer import DecoderLayer
@@ -25,116 +21,85 @@ from ..layer.residual import Norm
 from ..layer.scratch import Scratches
 from ..layer.shards import Gathering
 from ..reading.aside import say_once
-from ..reading.known import inner_norm, known_form, layer_form
+from ..reading.known import known_form, layer_form
 from ..reading.projection import Projection, bias_of, seed_for, trains_bias
-from ..reading.refusal import Refusal, attempt, refuse
-from ..reading.site import KERNELS_WANT_A_GPU, FusedForward
+from ..reading.refusal import attempt
+from ..reading.site import KERNELS_WANT_A_GPU
 from ..rerun import once, saving_last
-from ..weights.borders import Border, LayerBorders
-from ..weights.default_border import DefaultBorder
+from ..weights.borders import Border, borders_of
 from ..weights.sharded_weight import ShardedWeight
+from . import layer_reading as reading
 from .attend import mask_for_attention, q_scale_of, rotates, window_beside
-from .attention import head_norms_of, why_not_inputs
-from .layer_reading import (
-    base_layers,
-    layer_weights,
-    mlp_of,
-    names_of_norms,
-    norms_of,
-    parts_and_ranks,
-    read_groups,
-)
-from .mixer_layer import has_mixer, run_mixer_layer, why_not_mask, why_slow
+from .attention import head_norms_of
+from .mixer_layer import has_mixer, run_mixer_layer
 from .mlp import activation_of
 from .rms_norm import finished, normed_layer_forward
 
-
-class BorderedForward(FusedForward):
-    """A FusedForward that holds its layer's borders. kind: their class; None keeps them as they
-    are."""
-
-    def __init__(
-        self,
-        function: Callable,
-        module: nn.Module,
-        parts: frozenset[str],
-        borders: LayerBorders | None,
-        kind: type[Border] | None = None,
-    ):
-        super().__init__(function, module, parts)
-        if borders is None or kind not in (None, borders.kind):
-            borders = LayerBorders(kind or DefaultBorder)
-        self.borders = borders
+# what a call tells a layer that its mixer does not take
+NOT_THE_MIXERS = {
+    "attention_mask", "position_ids", CACHE, "use_cache", "position_embeddings", "per_layer_input",
+}  # fmt: skip
 
 
-def borders_of(module: nn.Module) -> LayerBorders | None:
-    """Return the borders that a module's forward runs on, if any."""
-    forward = vars(module).get("forward")
-    owner = forward.__self__ if isinstance(forward, MethodType) else None  # see fused_parts_of
-    return owner.borders if isinstance(owner, BorderedForward) else None
+def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inputs, **options):
+    """Run a layer as one, or else in parts."""
+    if reading.is_flattened_in(layer):
+        raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
+    call = by_name(layer, inputs) | options
+    # a recompute computes what the forward did: nothing is read again
+    reads, reason = once(
+        lambda: attempt(reading.read_call, layer, hidden_states, call), is_small=True
+    )
+    if not reason:
+        return _run(layer, reads, hidden_states, call)
+    # inference may be called in any way, with a cache for example
+    if torch.is_grad_enabled():
+        say_once(layer, reason)
+    # a mixer takes a mask [batch, positions]; the class's forward takes no documents
+    if not has_mixer(layer) and not fused_parts_of(layer.self_attn):
+        mask = call.get("attention_mask")
+        call["attention_mask"] = mask_for_attention(layer.self_attn, mask, hidden_states.dtype)
+    if "rms_norm" in parts:
+        return normed_layer_forward(layer, parts, hidden_states, **call)
+    return class_forward(layer, hidden_states, **call)
 
 
-def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
-    """Connect the borders of a model's fused layers, given in the order of a forward. Move the
-    weights of those that can run as one now into buffers."""
-    handover, scratches = Handover(), Scratches()
-    # sharded weights are gathered while the layer before them runs, which has other matrices
-    gathering, alternating = Gathering(), (Scratches(), Scratches())
-    first_with: dict[int, str] = {}
-    for index, (name, layer) in enumerate(layers):
-        owner: Any = vars(layer)["forward"].__self__
-        weights = [base.weight for base in base_layers(layer)]
-        replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
-        first_with.update((id(one), name) for one in weights if replica_of is None)
-        is_sharded = any(isinstance(one, ShardedWeight) for one in weights)
-        owner.borders.scratches = alternating[index % 2] if is_sharded else scratches
-        owner.borders.handover, owner.borders.index = handover, index
-        owner.borders.gathering = gathering
-        owner.borders.replica_of = replica_of
-        reads, reason = attempt(_read, layer)
-        if not reason and not _waits(reads[0][0].weight, owner.borders.kind):
-            owner.borders.find_or_make(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
-        for base in base_layers(layer):
-            owner.borders.kind.take_in(base)
+def _run(layer: Any, reads: list[list[Projection]], hidden: Tensor, call: dict[str, Any]) -> Tensor:
+    if any(read.lora_bias is not None for group in reads for read in group):
+        # autograd has to see it scaled in the recompute as well
+        *trained, frozen = operands_of(layer, reads)
+    else:
+        *trained, frozen = once(lambda: operands_of(layer, reads), is_small=True)
+    seed, mask = seed_for(hidden, *frozen.dropout_rates), call.get("attention_mask")
+    if has_mixer(layer):
+        options = {name: one for name, one in call.items() if name not in NOT_THE_MIXERS}
+        return run_mixer_layer(layer, hidden, mask, trained, frozen._replace(seed=seed), options)
+    attention = layer.self_attn
+    angles = call["position_embeddings"] if rotates(attention) else (None, None)
+    scale, window = q_scale_of(attention, call), window_beside(attention, mask)
+
+    def run(output_needed: bool) -> Tensor:
+        now = frozen._replace(output_needed=output_needed, seed=seed, q_scale=scale, window=window)
+        return DecoderLayer.apply(hidden, *angles, mask, *trained, now)
+
+    return finished(layer, saving_last(run), call.get("per_layer_input"))
 
 
-def _waits(weight: Tensor, kind: type[Border]) -> bool:
-    """Return True if a layer's weights stay where they are until its first forward: where it cannot
-    run before the model is moved, or where fully_shard may take them."""
-    if weight.device.type == "meta" or is_dtensor(weight) or (kind.may_wait and may_shard_later()):
-        return True
-    return weight.device.type == "cpu" and KERNELS_WANT_A_GPU
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-
-def read_layer(layer: Any, kind: type[Border] | None = None) -> dict[str, str]:
-    """Raise a Refusal if a layer cannot run as one now, on borders of the kind asked for. Return
-    what of it is a library's, and slow."""
-    _read(layer, kind)
-    refuse(FLATTENED if _is_flattened(layer) else None)
-    return why_slow(layer)
-
-
-def _is_flattened(layer: Any) -> bool:
-    return is_in_fsdp(layer) and any(map(is_flattened, base_layers(layer)))
-
-
-def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
+def operands_of(layer: Any, reads: list[list[Projection]]) -> tuple:
+    """Return the operands that are the same in every call: trained tensors, then FrozenLayer."""
     borders = borders_of(layer)
     assert borders is not None
-    parts, ranks = parts_and_ranks(layer, reads)
-    qkv, o, gate_up, down = borders.find_or_make(reads, parts, ranks, _dtype_of(layer))
+    parts, ranks = reading.parts_and_ranks(layer, reads)
+    qkv, o, gate_up, down = borders.find_or_make(reads, parts, ranks, reading.dtype_of(layer))
     form = layer_form(layer)
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
-    norms = norms_of(layer)
+    norms = reading.norms_of(layer)
     (norm_form,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
     its_norms = [
         Norm(norms[name].weight, getattr(norms[name], norm_form.eps), norm_form.zero_centered)
         if name
         else None
-        for name in names_of_norms(form)
+        for name in reading.names_of_norms(form)
     ]
     before_attention, after_attention, before_mlp, after_mlp = its_norms
     every = [part for group in parts for part in group]
@@ -143,7 +108,8 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     return *adapters, *others, FrozenLayer(
         norm_before_attention=before_attention, norm_after_attention=after_attention,
         norm_before_mlp=before_mlp, norm_after_mlp=after_mlp, qkv=qkv, o=o, gate_up=gate_up,
-        down=down, filling=borders, multiplier=multiplier, activation=activation_of(mlp_of(layer)),
+        down=down, filling=borders, multiplier=multiplier,
+        activation=activation_of(reading.mlp_of(layer)),
         dropout_rates=tuple(read.dropout for read in every),
         **_attention_options(layer, qkv),
     )  # fmt: skip
@@ -175,147 +141,38 @@ def _others(reads: Sequence[Projection], *norms: Norm | None) -> Others | tuple[
     return Others(*(bias_of(read) if has_biases else None for read in reads), *trained)
 
 
-def _dtype_of(layer: Any) -> torch.dtype:
-    return inner_norm(layer).weight.dtype
+# --- when `fuse` is called ------------------------------------------------------------------------
 
 
-def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection]]:
-    """Return the projections of a layer by buffer. Raises a Refusal if it cannot run as one now.
-
-    asked: the kind of borders that it will have, if it does not have them yet.
-    """
-    borders = borders_of(layer)
-    if borders is not None and borders.replica_of is not None:
-        raise Refusal(
-            f"layer_replication gives it the base weights of {borders.replica_of}: only the first "
-            "runs whole"
-        )
-    kind = DefaultBorder if borders is None else borders.kind
-    refuse(kind.why_not(layer_weights(layer)))
-    return read_groups(layer, asked or kind)
-
-
-def _read_call(layer: Any, *call: Any) -> list[list[Projection]]:
-    """Run `_read` for a call with these arguments."""
-    refuse(_why_not_inputs(layer, *call[1:]))
-    reads = _read(layer)
-    refuse(_why_not_dtypes(layer, call[0], reads[0][0].weight.dtype))
-    return reads
-
-
-def _why_not_inputs(
-    layer: Any, mask, past_key_values, position_embeddings, options: dict
-) -> str | None:
-    """Return the reason if the arguments of this call keep the layer from running fused."""
-    if (reason := why_not_inputs(mask, past_key_values, options)) is not None:
-        return reason
-    if has_mixer(layer):
-        return why_not_mask(mask)
-    if position_embeddings is None:
-        return "it was given no position_embeddings"
-    return None
-
-
-def _why_not_dtypes(layer: Any, hidden: Tensor, stored: torch.dtype) -> str | None:
-    """Return the reason if the input of this call does not fit the layer's norms, or the dtype that
-    it is computed in its weights. stored: the dtype of these."""
-    dtype, computed = _dtype_of(layer), compute_dtype(hidden)
-    weights = stored if stored in DTYPES else dtype  # codes are not computed with
-    if hidden.dtype != dtype or computed != weights:
-        return (
-            f"its weights are {weights}, input {hidden.dtype}, computation {computed}: "
-            "give all one dtype"
-        )
-    return None
-
-
-# --- the forward ----------------------------------------------------------------------------------
-
-
-def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inputs, **options):
-    """Run a layer as one, or else in parts."""
-    return _forward(layer, parts, hidden_states, **by_name(layer, inputs), **options)
-
-
-def _forward(
-    layer: Any,
-    parts: frozenset[str],
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    past_key_values=None,
-    use_cache: bool | None = False,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    per_layer_input: Tensor | None = None,
-    **options,
-):
-    """Run `layer_forward` on its inputs by name."""
-    if _is_flattened(layer):
-        raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
-    call = hidden_states, attention_mask, past_key_values, position_embeddings, options
-    # a recompute computes what the forward did: nothing is read again
-    reads, reason = once(lambda: attempt(_read_call, layer, *call), is_small=True)
-    if reason:
-        # inference may be called in any way, with a cache for example
-        if torch.is_grad_enabled():
-            say_once(layer, reason)
-        # a mixer takes a mask [batch, positions]; the class's forward takes no documents
-        if not has_mixer(layer) and not fused_parts_of(layer.self_attn):
-            attention_mask = mask_for_attention(
-                layer.self_attn, attention_mask, hidden_states.dtype
+def give_borders(layers: Sequence[tuple[str, Any]]) -> None:
+    """Connect the borders of a model's fused layers, given in the order of a forward. Move the
+    weights of those that can run as one now into buffers."""
+    handover, scratches = Handover(), Scratches()
+    # sharded weights are gathered while the layer before them runs, which has other matrices
+    gathering, alternating = Gathering(), (Scratches(), Scratches())
+    first_with: dict[int, str] = {}
+    for index, (name, layer) in enumerate(layers):
+        borders = borders_of(layer)
+        assert borders is not None
+        weights = [base.weight for base in reading.base_layers(layer)]
+        replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
+        first_with.update((id(one), name) for one in weights if replica_of is None)
+        is_sharded = any(isinstance(one, ShardedWeight) for one in weights)
+        borders.scratches = alternating[index % 2] if is_sharded else scratches
+        borders.handover, borders.index = handover, index
+        borders.gathering, borders.replica_of = gathering, replica_of
+        reads, reason = attempt(reading.read_whole, layer)
+        if not reason and not _waits(reads[0][0].weight, borders.kind):
+            borders.find_or_make(
+                reads, *reading.parts_and_ranks(layer, reads), reading.dtype_of(layer)
             )
-        own = normed_layer_forward if "rms_norm" in parts else _class_forward
-        if per_layer_input is not None:
-            options["per_layer_input"] = per_layer_input
-        return own(
-            layer, parts, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, use_cache=use_cache,
-            position_embeddings=position_embeddings, **options,
-        )  # fmt: skip
-    if has_mixer(layer):
-        return _run_around(layer, reads, hidden_states, attention_mask, options)
-    assert position_embeddings is not None
-    scale = q_scale_of(layer.self_attn, {"position_ids": position_ids})
-    total = _run(layer, reads, hidden_states, position_embeddings, attention_mask, scale)
-    return finished(layer, total, per_layer_input)
+        for base in reading.base_layers(layer):
+            borders.kind.take_in(base)
 
 
-def _run(
-    layer: Any,
-    reads: list[list[Projection]],
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    mask: Tensor | None,
-    q_scale: Tensor | None,
-) -> Tensor:
-    *trained, frozen = _operands_now(layer, reads)
-    angles = position_embeddings if rotates(layer.self_attn) else (None, None)
-    seed = seed_for(hidden_states, *frozen.dropout_rates)
-    window = window_beside(layer.self_attn, mask)
-
-    def run(output_needed: bool) -> Tensor:
-        now = frozen._replace(
-            output_needed=output_needed, seed=seed, q_scale=q_scale, window=window
-        )
-        return DecoderLayer.apply(hidden_states, *angles, mask, *trained, now)
-
-    return saving_last(run)
-
-
-def _run_around(
-    layer: Any, reads: list[list[Projection]], hidden: Tensor, mask: Tensor | None,
-    options: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    *trained, frozen = _operands_now(layer, reads)
-    frozen = frozen._replace(seed=seed_for(hidden, *frozen.dropout_rates))
-    return run_mixer_layer(layer, hidden, mask, trained, frozen, options)
-
-
-def _operands_now(layer: Any, reads: list[list[Projection]]) -> tuple:
-    if any(read.lora_bias is not None for group in reads for read in group):
-        return _operands(layer, reads)  # autograd has to see it scaled in the recompute as well
-    return once(lambda: _operands(layer, reads), is_small=True)
-
-
-def _class_forward(layer: Any, parts: frozenset[str], *inputs, **options):
-    return class_forward(layer, *inputs, **options)
+def _waits(weight: Tensor, kind: type[Border]) -> bool:
+    """Return True if a layer's weights stay where they are until its first forward: where it cannot
+    run before the model is moved, or where fully_shard may take them."""
+    if weight.device.type == "meta" or is_dtensor(weight) or (kind.may_wait and may_shard_later()):
+        return True
+    return weight.device.type == "cpu" and KERNELS_WANT_A_GPU

@@ -1,26 +1,84 @@
 """Reading a decoder layer for the switch `layer`: its projections by buffer and its norms, as they
 are now, or why it cannot run as one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fused_mlp.launching import DTYPES
+from fused_mlp.utils import compute_dtype
 
 from ..foreign.forwards import fused_parts_of
+from ..foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
+from ..foreign.versions import CACHE
 from ..reading.aside import why_unloaded
 from ..reading.forms import LayerForm
 from ..reading.four_bit import why_not_alike
 from ..reading.known import inner_norm, known_form, layer_form, why_not_class, why_not_whole
 from ..reading.projection import Projection, read_projection, trains_bias, why_call
 from ..reading.refusal import Refusal, attempt, refuse
-from ..weights.borders import Border
-from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_sdpa
-from .mixer_layer import has_mixer, mixer_of, noun_of, why_not_mixer
+from ..weights.borders import Border, borders_of
+from ..weights.default_border import DefaultBorder
+from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_inputs, why_not_sdpa
+from .mixer_layer import has_mixer, mixer_of, noun_of, why_not_mixer, why_slow
 from .mlp import split_gate_up, why_not_activation
 from .rms_norm import active_norm, why_mixed, why_not_within
+
+
+def read_layer(layer: Any, kind: type[Border] | None = None) -> dict[str, str]:
+    """Raise a Refusal if a layer cannot run as one now, on borders of the kind asked for. Return
+    what of it is a library's, and slow."""
+    read_whole(layer, kind)
+    refuse(FLATTENED if is_flattened_in(layer) else None)
+    return why_slow(layer)
+
+
+def is_flattened_in(layer: Any) -> bool:
+    """Return True if FSDP1 holds a weight of this layer."""
+    return is_in_fsdp(layer) and any(map(is_flattened, base_layers(layer)))
+
+
+def read_call(layer: Any, hidden: Tensor, call: dict[str, Any]) -> list[list[Projection]]:
+    """Run `read_whole` for a call with this input and these arguments."""
+    mask = call.get("attention_mask")
+    refuse(why_not_inputs(mask, call.get(CACHE), call))
+    if has_mixer(layer):
+        if mask is not None and mask.ndim != 2:
+            raise Refusal(f"its attention_mask is {list(mask.shape)}, should be [batch, positions]")
+    elif call.get("position_embeddings") is None:
+        raise Refusal("it was given no position_embeddings")
+    reads = read_whole(layer)
+    dtype, computed, stored = dtype_of(layer), compute_dtype(hidden), reads[0][0].weight.dtype
+    weights = stored if stored in DTYPES else dtype  # codes are not computed with
+    if hidden.dtype != dtype or computed != weights:
+        raise Refusal(
+            f"its weights are {weights}, input {hidden.dtype}, computation {computed}: "
+            "give all one dtype"
+        )
+    return reads
+
+
+def read_whole(layer: Any, asked: type[Border] | None = None) -> list[list[Projection]]:
+    """Return the projections of a layer by buffer. Raises a Refusal if it cannot run as one now.
+
+    asked: the kind of borders that it will have, if it does not have them yet.
+    """
+    borders = borders_of(layer)
+    if borders is not None and borders.replica_of is not None:
+        raise Refusal(
+            f"layer_replication gives it the base weights of {borders.replica_of}: only the first "
+            "runs whole"
+        )
+    kind = DefaultBorder if borders is None else borders.kind
+    refuse(kind.why_not(layer_weights(layer)))
+    return read_groups(layer, asked or kind)
+
+
+def dtype_of(layer: Any) -> torch.dtype:
+    """Return the dtype of a layer's norms, which its weights may not show."""
+    return inner_norm(layer).weight.dtype
 
 
 def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
@@ -148,16 +206,10 @@ def parts_and_ranks(
     ]
     ranks = []
     for group_parts, (owner, names) in zip(parts, grouped_projections(layer), strict=True):
-        largest = [
-            max((A.out_features for A in _adapters_of(owner._modules[name])), default=0)
-            for name in names
-        ]
+        adapters = (getattr(owner._modules[name], "lora_A", {}).values() for name in names)
+        largest = [max((A.out_features for A in its), default=0) for its in adapters]
         ranks.append(largest * (len(group_parts) // len(names)))
     return parts, ranks
-
-
-def _adapters_of(projection: Any) -> Iterable[Any]:
-    return projection.lora_A.values() if hasattr(projection, "lora_A") else ()
 
 
 def names_of_norms(form: LayerForm) -> tuple[str, str, str, str]:

@@ -22,14 +22,10 @@ from ..weights.four_bit_parts import why_not_input, written
 
 
 class Reads(NamedTuple):
-    """Projections of one module as they are now.
+    """Projections of one module as they are now."""
 
-    fit: those that can run fused, in order. All run together, or else each by itself.
-    left: why the others cannot, by name.
-    """
-
-    fit: list[Projection]
-    left: dict[str, str]
+    fit: list[Projection]  # can run fused, in order: all together, or else each by itself
+    left: dict[str, str]  # why the others cannot, by name
 
     @property
     def are_all(self) -> bool:

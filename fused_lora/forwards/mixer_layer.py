@@ -20,24 +20,16 @@ from . import delta_net, short_conv
 
 
 class Mixer(NamedTuple):
-    """A kind of mixer, as a part of a layer.
+    """A kind of mixer, as a part of a layer."""
 
-    noun: its name in the report. untrained: the names of its tensors that the functions do not
-    train. why_not: returns the reason if it cannot run between them. ends: returns its ends as they
-    are now, for rows of these documents. run: runs it on its inputs, with a call's options.
-    forward: for a layer that does not run whole; it keeps documents apart. why_slow: returns the
-    reason if its library is not a fast one. why_mixing: returns the reason if that forward cannot
-    keep documents apart.
-    """
-
-    noun: str
-    untrained: tuple[str, ...]
-    why_not: Callable[[Any], str | None]
-    ends: Callable[[Any, Tensor | None], MixerEnds]
-    run: Callable[..., Tensor]
-    forward: Callable[..., Tensor]
-    why_mixing: Callable[[Any], str | None]
-    why_slow: Callable[[Any], str] = lambda mixer: ""
+    noun: str  # in the report
+    untrained: tuple[str, ...]  # the names of its tensors that the functions do not train
+    why_not: Callable[[Any], str | None]  # the reason if it cannot run between them
+    ends: Callable[[Any, Tensor | None], MixerEnds]  # as they are now, for rows of these documents
+    run: Callable[..., Tensor]  # on its inputs, with a call's options
+    forward: Callable[..., Tensor]  # in a layer that does not run whole; keeps documents apart
+    why_mixing: Callable[[Any], str | None]  # the reason if that forward cannot
+    why_slow: Callable[[Any], str] = lambda mixer: ""  # the reason if its library is not fast
 
 
 MIXERS = {
@@ -46,7 +38,7 @@ MIXERS = {
         untrained=delta_net.UNTRAINED,
         why_not=delta_net.why_not_net,
         ends=delta_net.net_ends,
-        run=delta_net.run_net,
+        run=delta_net.run_rule,
         forward=delta_net.delta_net_forward,
         why_mixing=delta_net.why_net_mixes,
         why_slow=delta_net.why_slow_rule,
@@ -121,13 +113,6 @@ def why_not_mixer(layer: Any) -> str | None:
         tensor = attrgetter(name)(layer)
         if tensor is not None and tensor.requires_grad:
             return f"{name} is trained: freeze it, requires_grad_(False)"
-    return None
-
-
-def why_not_mask(mask: Tensor | None) -> str | None:
-    """Return the reason if a call's mask keeps a layer with a mixer from running fused."""
-    if mask is not None and mask.ndim != 2:
-        return f"its attention_mask is {list(mask.shape)}, should be [batch, positions]"
     return None
 
 

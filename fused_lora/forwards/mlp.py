@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,7 +12,6 @@ from transformers.activations import GELUTanh, SiLUActivation
 from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.utils import ACTIVATIONS
 
-from ..foreign.originals import is_builtin
 from ..reading.aside import say_left, step_aside
 from ..reading.forms import MLPForm
 from ..reading.known import known_form, why_not_class
@@ -49,9 +49,8 @@ def split_gate_up(reads: list[Projection]) -> list[Projection]:
 
 def activation_of(mlp: Any) -> str:
     """Return LoRA_MLP's name for an MLP's activation, or its class's name if it has none."""
-    if not (name := known_form(mlp, "MLP").activation):
-        return "silu"
-    return activation_name(getattr(mlp, name))
+    name = known_form(mlp, "MLP").activation
+    return activation_name(getattr(mlp, name)) if name else "silu"
 
 
 def activation_name(activation: Any) -> str:
@@ -60,16 +59,15 @@ def activation_name(activation: Any) -> str:
         return "silu"
     if type(activation) is GELUTanh:
         function = activation.act  # F.gelu with an option, or a Python version
-        if isinstance(function, partial) and is_builtin(function.func):
+        if isinstance(function, partial) and isinstance(function.func, BuiltinFunctionType):
             return "gelu_tanh"
     return type(activation).__name__
 
 
 def why_not_activation(mlp: Any) -> str | None:
     """Return the reason if we do not know the MLP's activation, or must call its module."""
-    if not (name := known_form(mlp, "MLP").activation):
-        return None
-    return why_not_one_of(ACTIVATIONS, mlp, name)
+    name = known_form(mlp, "MLP").activation
+    return why_not_one_of(ACTIVATIONS, mlp, name) if name else None
 
 
 def why_not_one_of(activations: Collection[str], module: Any, name: str) -> str | None:

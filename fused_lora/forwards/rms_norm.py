@@ -19,9 +19,9 @@ from ..reading.projection import CAST, why_call, why_not_plain
 from ..reading.refusal import Refusal, attempt, refuse
 
 
-def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def norms(model: nn.Module, kind: str = "RMSNorm") -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith(kind):
             yield name, module
 
 
@@ -82,18 +82,11 @@ def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
 # --- with a gate ----------------------------------------------------------------------------------
 
 
-def gated_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if type(module).__name__.endswith("RMSNormGated"):
-            yield name, module
-
-
 def read_gated_norm(norm: Any, dtype: torch.dtype | None = None) -> None:
     """Raise a Refusal if this gated norm cannot run fused. dtype: the input's, in a call."""
     refuse(why_not_class(norm, "RMSNormGated"))
-    activation = getattr(norm, known_form(norm, "RMSNormGated").activation)
-    if activation != "silu":
-        raise Refusal(f"its activation is {activation}, not silu")
+    if norm.activation != "silu":
+        raise Refusal(f"its activation is {norm.activation}, not silu")
     if (reason := why_not_plain(norm, norm.weight)) is not None:
         raise Refusal(f"its weight {reason}")
     if dtype not in (None, *DTYPES):
@@ -168,15 +161,17 @@ def normed_layer_forward(
     attended = added(attended, form.after_attention)
     if attended.dtype != hidden_states.dtype:  # fp32 weights under autocast: the sum is fp32
         residual = hidden_states + attended
-        total = residual + added(_after_mlp(layer, norm(residual)), form.after_mlp)
-        return finished(layer, total, per_layer_input)
-    form_of_norm = known_form(norm, "RMSNorm")
-    normalised, residual = add_rms_norm(
-        hidden_states, attended, norm.weight, getattr(norm, form_of_norm.eps),
-        form_of_norm.zero_centered,
-    )  # fmt: skip
-    total = residual + added(_after_mlp(layer, normalised), form.after_mlp)
-    return finished(layer, total, per_layer_input)
+        normalised = norm(residual)
+    else:
+        of_norm = known_form(norm, "RMSNorm")
+        eps = getattr(norm, of_norm.eps)
+        normalised, residual = add_rms_norm(
+            hidden_states, attended, norm.weight, eps, of_norm.zero_centered
+        )
+    output = getattr(layer, form.mlp)(normalised)
+    if isinstance(output, tuple):  # a mixture's routing comes second
+        output = output[0]
+    return finished(layer, residual + added(output, form.after_mlp), per_layer_input)
 
 
 def finished(layer: Any, total: Tensor, per_layer_input: Tensor | None) -> Tensor:
@@ -187,11 +182,6 @@ def finished(layer: Any, total: Tensor, per_layer_input: Tensor | None) -> Tenso
         addend = layer.per_layer_projection(gate * per_layer_input)
         total = total + layer.post_per_layer_input_norm(addend)
     return (total * getattr(layer, form.scale)).to(total.dtype) if form.scale else total
-
-
-def _after_mlp(layer: Any, x: Tensor) -> Tensor:
-    output = getattr(layer, layer_form(layer).mlp)(x)
-    return output[0] if isinstance(output, tuple) else output  # a mixture's routing comes second
 
 
 def _mixed(layer: Any, x: Tensor, options: dict[str, Any]) -> Tensor:

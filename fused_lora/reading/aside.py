@@ -50,25 +50,8 @@ def step_aside(module: nn.Module, reason: str, *inputs, **options):
 
 def say_left(module: nn.Module, left: dict[str, str]) -> None:
     """Call `say_once` for each named unit of a module that steps aside."""
-    for reason in _reasons(left):
+    for reason in map(": ".join, left.items()):
         say_once(module, reason)
-
-
-def keep_reported(module: nn.Module, left: dict[str, str]) -> None:
-    """Keep the report's reasons for the units of a module from being given again."""
-    if (owner := owner_of(module)) is not None:
-        owner.reported = set(_reasons(left))
-
-
-def _reasons(left: dict[str, str]) -> Iterable[str]:
-    return map(": ".join, left.items())
-
-
-def share_told(model: nn.Module) -> None:
-    """Share the reasons already given among all modules of the model."""
-    owners = [owner for owner in map(owner_of, model.modules()) if owner is not None]
-    for owner in owners:
-        owner.told = owners[0].told
 
 
 def why_unloaded(module: nn.Module, projections: Iterable[Any]) -> str | None:

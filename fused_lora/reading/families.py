@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 
 from .forms import (
     AttentionForm,
-    DeltaNetForm,
     ExpertsForm,
-    GatedNormForm,
     LayerForm,
     LossForm,
+    MixerForm,
     MLPForm,
     NormForm,
-    ProjectionsForm,
-    ShortConvForm,
 )
 
 
@@ -27,6 +24,8 @@ class Family(NamedTuple):
     prefix: the beginning of its classes' names. names: classes named otherwise, by kind (a key of
     `KINDS`).
     whole: we have read its layers for `layer` as well, which runs them as one function.
+    projections: the linear layers that run fused, each as a function on its own, in a convolution,
+        a recurrence, or an attention that we do not know whole, which stays the library's.
     """
 
     module: str
@@ -36,11 +35,11 @@ class Family(NamedTuple):
     norm: NormForm | None = NormForm()
     layer: LayerForm | None = LayerForm()
     loss: LossForm | None = LossForm()
-    delta_net: DeltaNetForm | None = None
-    gated_norm: GatedNormForm | None = None
-    short_conv: ShortConvForm | None = None
+    delta_net: MixerForm | None = None
+    gated_norm: NormForm | None = None
+    short_conv: MixerForm | None = None
     experts: ExpertsForm | None = None
-    projections: ProjectionsForm | None = None
+    projections: tuple[str, ...] | None = None
     names: dict[str, str] = {}  # noqa: RUF012
     whole: bool = False
 
@@ -77,18 +76,26 @@ OUTPUT_NORMS = LayerForm("", "post_attention_layernorm", "", "post_feedforward_l
 GEMMA_LOSS = LossForm(capped_by="final_logit_softcapping")
 LFM2_LAYER = LayerForm("operator_norm", before_mlp="ffn_norm", mlp="feed_forward", mixer="conv",
                        mixer_kind="ShortConv")  # fmt: skip
-LFM2_LOSS = LossForm(norm="embedding_norm")
 LFM2_ATTENTION = AttentionForm(
     output="out_proj", norms="heads", norm_names=("q_layernorm", "k_layernorm")
 )
 LFM2_MLP = MLPForm(("w1", "w3"), "", "w2")
 # latent attention's
-LATENTS = ProjectionsForm(("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
-DELTA_OUTPUT = ProjectionsForm(("out_proj",))
-IN_AND_OUT = ProjectionsForm()
+LATENTS = "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
+DELTA_OUTPUT = ("out_proj",)
+IN_AND_OUT = "in_proj", "out_proj"
+SHORT_CONV = MixerForm(("in_proj",))
 SINKS = AttentionForm(separates_documents=False, sinks="sinks", shares_angles=True,
                       passes=(*OWN_WINDOW, ("s_aux", "sinks")))  # fmt: skip
 SOFT_CAP = ("softcap", "attn_logit_softcapping")
+
+
+def _around(module: str, prefix: str, **forms: Any) -> Family:
+    """Return a model around towers of other families: its own classes, its loss above all."""
+    names = {"ForCausalLM": f"{prefix}ForConditionalGeneration"}
+    none: dict[str, Any] = dict.fromkeys(("attention", "mlp", "norm", "layer"))
+    return Family(module, prefix, names=names, **none | forms)
+
 
 FAMILIES = (
     Family("llama", "Llama", whole=True),
@@ -100,7 +107,7 @@ FAMILIES = (
     Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
     # most of its layers have a gated delta net instead
     Family("qwen3_5", "Qwen3_5", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM,
-           delta_net=DeltaNetForm(), gated_norm=GatedNormForm(), projections=DELTA_OUTPUT,
+           delta_net=MixerForm(), gated_norm=NormForm(), projections=DELTA_OUTPUT,
            names={"Projections": "Qwen3_5GatedDeltaNet"}, whole=True),
     Family("cwm", "Cwm", WINDOWED, whole=True),
     Family("smollm3", "SmolLM3", AttentionForm(rotates="use_rope", passes=OWN_WINDOW), whole=True),
@@ -111,11 +118,11 @@ FAMILIES = (
            MLPForm(("input_linear",), "activation", "output_linear"), layer=None,
            loss=LossForm(divided_by="logits_scaling", has_router=True), projections=IN_AND_OUT,
            experts=EXPERTS, names={"Projections": "GraniteMoeHybridMambaLayer"}),
-    Family("lfm2", "Lfm2", LFM2_ATTENTION, LFM2_MLP, layer=LFM2_LAYER, loss=LFM2_LOSS,
-           short_conv=ShortConvForm(), projections=IN_AND_OUT,
+    Family("lfm2", "Lfm2", LFM2_ATTENTION, LFM2_MLP, layer=LFM2_LAYER,
+           short_conv=SHORT_CONV, projections=IN_AND_OUT,
            names={"Projections": "Lfm2ShortConv"}, whole=True),
-    Family("lfm2_moe", "Lfm2Moe", LFM2_ATTENTION, LFM2_MLP, layer=None, loss=LFM2_LOSS,
-           short_conv=ShortConvForm(), projections=IN_AND_OUT, experts=EXPERTS,
+    Family("lfm2_moe", "Lfm2Moe", LFM2_ATTENTION, LFM2_MLP, layer=None,
+           short_conv=SHORT_CONV, projections=IN_AND_OUT, experts=EXPERTS,
            names={"Projections": "Lfm2MoeShortConv"}),
     Family("glm4", "Glm4", AttentionForm(interleaved=True), GATE_UP, layer=GLM_LAYER, whole=True),
     Family("glm", "Glm", AttentionForm(interleaved=True), GATE_UP, whole=True),
@@ -128,12 +135,12 @@ FAMILIES = (
     Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE,
            experts=EXPERTS),
     Family("qwen3_5_moe", "Qwen3_5Moe", AttentionForm(norms="heads", has_gate=True),
-           norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS, delta_net=DeltaNetForm(),
-           gated_norm=GatedNormForm(), projections=DELTA_OUTPUT,
+           norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS, delta_net=MixerForm(),
+           gated_norm=NormForm(), projections=DELTA_OUTPUT,
            names={"Projections": "Qwen3_5MoeGatedDeltaNet"}),
     Family("qwen3_next", "Qwen3Next", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM,
-           layer=None, loss=MIXTURE, experts=EXPERTS, gated_norm=GatedNormForm(),
-           delta_net=DeltaNetForm(("in_proj_qkvz", "in_proj_ba")), projections=DELTA_OUTPUT,
+           layer=None, loss=MIXTURE, experts=EXPERTS, gated_norm=NormForm(),
+           delta_net=MixerForm(("in_proj_qkvz", "in_proj_ba")), projections=DELTA_OUTPUT,
            names={"Projections": "Qwen3NextGatedDeltaNet"}),
     Family("ernie4_5_moe", "Ernie4_5_Moe", AttentionForm(interleaved=True), loss=MIXTURE,
            experts=EXPERTS),
@@ -158,7 +165,7 @@ FAMILIES = (
     # its attention has a layer for its gate, and a norm without weight
     Family("muse_glimmer", "MuseGlimmerText", None, norm=GEMMA_NORM, layer=GEMMA_LAYER,
            loss=GEMMA_LOSS._replace(multiplied_by="output_multiplier"),
-           projections=ProjectionsForm(("q_proj", "k_proj", "v_proj", "gate_proj")),
+           projections=("q_proj", "k_proj", "v_proj", "gate_proj"),
            names={"RMSNorm": "MuseGlimmerTextCenteredRMSNorm",
                   "Projections": "MuseGlimmerTextAttention",
                   "ForCausalLM": "MuseGlimmerForConditionalGeneration"}),
@@ -175,21 +182,13 @@ FAMILIES = (
            names={"MLP": "Qwen2MLP", "ForCausalLM": "Qwen2_5_VLForConditionalGeneration"}),
     Family("qwen3_vl", "Qwen3VLText", AttentionForm(norms="heads"),
            names={"ForCausalLM": "Qwen3VLForConditionalGeneration"}),
-    # around towers of other families
-    Family("gemma4", "Gemma4", None, None, None, None, GEMMA_LOSS,
-           names={"ForCausalLM": "Gemma4ForConditionalGeneration"}),
-    Family("gemma4_unified", "Gemma4Unified", None, None, None, None, GEMMA_LOSS,
-           names={"ForCausalLM": "Gemma4UnifiedForConditionalGeneration"}),
-    Family("lfm2_vl", "Lfm2Vl", None, None, None, None,
-           names={"ForCausalLM": "Lfm2VlForConditionalGeneration"}),
-    Family("gemma3", "Gemma3", None, None, None, None,
-           names={"ForCausalLM": "Gemma3ForConditionalGeneration"}),
-    Family("qwen3_5", "Qwen3_5", None, None, None, None,
-           names={"ForCausalLM": "Qwen3_5ForConditionalGeneration"}),
-    Family("mistral3", "Mistral3", None, None, NormForm(), None,
-           names={"ForCausalLM": "Mistral3ForConditionalGeneration"}),
-    Family("llava", "Llava", None, None, None, None,
-           names={"ForCausalLM": "LlavaForConditionalGeneration"}),
+    _around("gemma4", "Gemma4", loss=GEMMA_LOSS),
+    _around("gemma4_unified", "Gemma4Unified", loss=GEMMA_LOSS),
+    _around("lfm2_vl", "Lfm2Vl"),
+    _around("gemma3", "Gemma3"),
+    _around("qwen3_5", "Qwen3_5"),
+    _around("mistral3", "Mistral3", norm=NormForm()),
+    _around("llava", "Llava"),
 )  # fmt: skip
 
 # For each kind of class: the field of Family with its form, and the end of its name.

@@ -8,122 +8,72 @@ from typing import NamedTuple
 
 
 class AttentionForm(NamedTuple):
-    """An attention: q, k and v from its input, RoPE, attention, o.
+    """An attention: q, k and v from its input, RoPE, attention, o."""
 
-    projections: its layers for q, k and v. If there is only one, its outputs hold all three side
-        by side.
-    output: its layer for o.
-    norms: the norms of q and k act on "heads" or on all "features"; "" if there are none.
-    norm_names: the names of these two.
-    rotates: the attribute that says whether this layer rotates q and k at all: true or "rope". It
-        rotates as many features of each head as there are angles.
-    interleaved: RoPE pairs neighbours of a head, not its halves.
-    has_gate: q_proj gives q and a gate for each head. The gate's sigmoid multiplies what o gets.
-    shares_kv: v has a norm too, k may be v's input as well, and a layer may take k and v from an
-        earlier one, as in Gemma 4.
-    separates_documents: transformers' masks separate the documents of packed rows.
-    scales_q: it multiplies q by a scale that grows with the position, as Llama 4 does.
-    sinks: the attribute with one more score for each head's softmax, whose value is 0; "": none.
-    shares_angles: cos and sin hold the angles of one half, which the other shares.
-    passes: options of the attention function, each with the attribute passed for it. That of
-        sliding_window is its window. Transformers' sdpa reads no softcap, so fused attention caps
-        no scores either.
-    """
-
+    # its layers for q, k and v. If there is only one, its outputs hold all three side by side
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    output: str = "o_proj"
-    norms: str = ""
+    output: str = "o_proj"  # its layer for o
+    norms: str = ""  # those of q and k act on "heads" or on all "features"; "": there are none
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    # the attribute that says whether this layer rotates q and k at all: true or "rope". It rotates
+    # as many features of each head as there are angles
     rotates: str = ""
-    interleaved: bool = False
+    interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
+    # q_proj gives q and a gate for each head. The gate's sigmoid multiplies what o gets
     has_gate: bool = False
+    # v has a norm too, k may be v's input as well, and a layer may take k and v from an earlier
+    # one, as in Gemma 4
     shares_kv: bool = False
-    separates_documents: bool = True
-    scales_q: bool = False
+    separates_documents: bool = True  # transformers' masks separate the documents of packed rows
+    scales_q: bool = False  # it multiplies q by a scale that grows with the position, as Llama 4
+    # the attribute with one more score for each head's softmax, whose value is 0; "": none
     sinks: str = ""
-    shares_angles: bool = False
+    shares_angles: bool = False  # cos and sin hold the angles of one half, which the other shares
+    # options of the attention function, each with the attribute passed for it. That of
+    # sliding_window is its window. Transformers' sdpa reads no softcap, so fused attention caps no
+    # scores either
     passes: tuple[tuple[str, str], ...] = ()
 
 
 class MLPForm(NamedTuple):
-    """An MLP: down(activation(gate(x)) * up(x)).
+    """An MLP: down(activation(gate(x)) * up(x))."""
 
-    projections: its layers for gate and up, one or two, as for attention.
-    activation: the attribute that holds the activation; "": it calls F.silu.
-    output: its layer for down.
-    """
-
-    projections: tuple[str, ...] = ("gate_proj", "up_proj")
-    activation: str = "act_fn"
+    projections: tuple[str, ...] = ("gate_proj", "up_proj")  # one or two, as for attention
+    activation: str = "act_fn"  # the attribute that holds it; "": it calls F.silu
     output: str = "down_proj"
-
-
-class ProjectionsForm(NamedTuple):
-    """A convolution, a recurrence, or an attention that we do not know whole, which stays the
-    library's.
-
-    projections: its linear layers that run fused, each as a function on its own.
-    """
-
-    projections: tuple[str, ...] = ("in_proj", "out_proj")
 
 
 class ExpertsForm(NamedTuple):
     """The experts of a mixture: down(activation(gate(x)) * up(x)) each, of gate_up_proj [experts,
-    2 intermediate, hidden] and down_proj, and a sum by routing weights.
+    2 intermediate, hidden] and down_proj, and a sum by routing weights."""
 
-    activation: the attribute that holds the activation.
-    is_clamped: it computes as gpt-oss, with biases and a clamped gate. gate_up_proj is [experts,
-        hidden, 2 intermediate], and gate and up alternate in its columns.
-    """
-
-    activation: str = "act_fn"
+    # computes as gpt-oss, with biases and a clamped gate. gate_up_proj is [experts, hidden,
+    # 2 intermediate], and gate and up alternate in its columns
     is_clamped: bool = False
 
 
 class NormForm(NamedTuple):
-    """An RMSNorm: x / rms(x) times its weight, or times 1 + weight if zero_centered.
-
-    eps: the attribute that holds it.
-    """
+    """An RMSNorm: x / rms(x) times its weight, or times 1 + weight if zero_centered. With a gate
+    it multiplies that by silu(gate), and has the name "silu" as `activation`."""
 
     zero_centered: bool = False
-    eps: str = "variance_epsilon"
+    eps: str = "variance_epsilon"  # the attribute that holds it
 
 
-class DeltaNetForm(NamedTuple):
-    """A gated delta net: in-projections, a causal convolution of [q | k | v], the recurrence on q,
-    k, v, sigmoid(b) and -exp(A_log) softplus(a + dt_bias), its norm with the gate z, out_proj.
+class MixerForm(NamedTuple):
+    """A mixer in place of attention. In parts `Family.projections` names its layers.
 
-    projections: its layers for [q | k | v], z, b and a, which run as one. If there are two, their
-        outputs hold [q | k | v | z] and [b | a] head by head, as in Qwen3-Next.
-    output: its layer behind the norm. In parts `ProjectionsForm` names it.
+    A gated delta net: in-projections, a causal convolution of [q | k | v], the recurrence on q, k,
+    v, sigmoid(b) and -exp(A_log) softplus(a + dt_bias), its norm with the gate z, output. A short
+    convolution: output(c conv(b x)), with [b | c | x] from its projection and a causal convolution
+    of each feature, without activation.
+
+    projections: a net's layers for [q | k | v], z, b and a, which run as one. If there are two,
+        their outputs hold [q | k | v | z] and [b | a] head by head, as in Qwen3-Next.
     """
 
     projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     output: str = "out_proj"
-
-
-class ShortConvForm(NamedTuple):
-    """A short convolution: output(c conv(b x)), with [b | c | x] from its projection and a causal
-    convolution of each feature, without activation.
-
-    projections, output: its layers. In parts `ProjectionsForm` names them.
-    """
-
-    projections: tuple[str, ...] = ("in_proj",)
-    output: str = "out_proj"
-
-
-class GatedNormForm(NamedTuple):
-    """An RMSNorm of its first input, times the activation of its second: x / rms(x) * weight *
-    silu(gate).
-
-    eps, activation: the attributes that hold them.
-    """
-
-    eps: str = "variance_epsilon"
-    activation: str = "activation"
 
 
 class LayerForm(NamedTuple):
@@ -160,16 +110,10 @@ class LayerForm(NamedTuple):
 
 
 class LossForm(NamedTuple):
-    """A causal language model's loss, from lm_head's logits.
+    """A causal language model's loss, from lm_head's logits."""
 
-    divided_by, multiplied_by, capped_by: attributes of the text's config that scale or soft-cap
-        the logits.
-    has_router: its decoder is a mixture of experts, and may add its routers' loss.
-    norm: the norm behind its decoder's layers.
-    """
-
+    # attributes of the text's config that scale or soft-cap the logits
     divided_by: str = ""
     multiplied_by: str = ""
     capped_by: str = ""
-    has_router: bool = False
-    norm: str = "norm"
+    has_router: bool = False  # its decoder is a mixture of experts, and may add its routers' loss

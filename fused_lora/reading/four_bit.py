@@ -101,11 +101,6 @@ def why_not_norms(model: nn.Module, name: str) -> str | None:
     return None
 
 
-def bytes_in_buffers(weight: Tensor) -> int:
-    """Return the bytes that a parameter takes once it can be multiplied."""
-    return weight.nbytes * (4 if type(weight).__name__ == "Params4bit" else 1)
-
-
 def packed(base: Any) -> Packed4bit:
     """Return the packed weight of a layer, as views of bitsandbytes' tensors."""
     state = state_of(base)

@@ -86,16 +86,6 @@ def why_not_codes(base: Any) -> str | None:
     return why_not_own_forward(base)
 
 
-def hint_for_layer(base: nn.Module) -> str:
-    """Return advice for a layer of codes that cannot run as it is."""
-    return ": ask for layer=True, fp8=True, or load the model in bf16" if is_of_codes(base) else ""
-
-
-def hint_for_codes(weight: Tensor) -> str:
-    """Return advice for codes that compressed-tensors keeps until a model's first forward."""
-    return f"is FP8 codes: {COMPRESSED}" if weight.dtype == E4M3 else ""
-
-
 def rowwise_codes(weight: Tensor, scales: BlockScales) -> tuple[Tensor, Tensor]:
     """Return (codes [out, in], scales [out] in fp32): the checkpoint's, if it has row scales."""
     rows, _ = weight.shape
@@ -103,12 +93,6 @@ def rowwise_codes(weight: Tensor, scales: BlockScales) -> tuple[Tensor, Tensor]:
     if grid.shape[1] > 1:
         return codes_and_scales(_dequantised(weight, scales))
     return weight.detach(), grid[:, 0].repeat_interleave(scales.block[0])[:rows]
-
-
-def may_lie_in_buffer(scales: BlockScales) -> bool:
-    """Return True if the codes may be a view of a buffer, with gaps between rows. The other class's
-    kernels need them contiguous."""
-    return scales.block[0] == 1
 
 
 def _dequantised(weight: Tensor, scales: BlockScales) -> Tensor:

@@ -28,11 +28,12 @@ from ..foreign.parallel import (
     is_fsdp_hook,
     why_sharded,
 )
+from ..kernels.fp8_rows import E4M3
 from ..layer.buffer import PlacedWeight
 from ..rerun import once
 from ..step.settings import ADAPTERS, MERGED
 from .four_bit import is_4bit, is_4bit_lora, stand_in_for, why_not_4bit
-from .fp8_checkpoint import hint_for_codes, hint_for_layer
+from .fp8_checkpoint import COMPRESSED, is_of_codes
 from .refusal import Refusal, refuse
 
 # what decides which adapters run, and how
@@ -230,7 +231,9 @@ def _why_not_lora(projection: Any) -> str | None:
 def _not_linear(base: nn.Module) -> str:
     if is_fsdp(type(base)):
         return f"its base layer: {APART}"
-    to_do = hint_for_layer(base) or f", not torch.nn.Linear: {UNQUANTISED}"
+    to_do = f", not torch.nn.Linear: {UNQUANTISED}"
+    if is_of_codes(base):
+        to_do = ": ask for layer=True, fp8=True, or load the model in bf16"
     return f"its base layer is {type(base).__name__}{to_do}"
 
 
@@ -269,7 +272,9 @@ def why_not_plain(module: nn.Module, weight: Any) -> str | None:
         return f"is quantised or wrapped ({type(weight).__name__}): {UNQUANTISED}"
     if weight.dtype in DTYPES:
         return None
-    return hint_for_codes(weight) or f"is {weight.dtype}: {CAST}"
+    if weight.dtype == E4M3:  # compressed-tensors keeps them until a model's first forward
+        return f"is FP8 codes: {COMPRESSED}"
+    return f"is {weight.dtype}: {CAST}"
 
 
 def why_call(module: nn.Module, own_forward: bool = True, may_be_apart: bool = False) -> str | None:

@@ -8,10 +8,6 @@ class Refusal(Exception):
     """Raised when reading a module (`read_*`) that cannot run fused as it is now, or in this call.
     Nothing has been computed by then."""
 
-    @property
-    def reason(self) -> str:
-        return self.args[0]
-
 
 def refuse(reason: str | None) -> None:
     """Raise a Refusal if there is a reason. Chain checks in the order they should run:
@@ -25,7 +21,7 @@ def attempt(read: Callable, *inputs: Any) -> tuple[Any, str]:
     try:
         return read(*inputs), ""
     except Refusal as refusal:
-        return None, refusal.reason
+        return None, str(refusal)
 
 
 def reason_of(read: Callable, *inputs: Any) -> str | None:

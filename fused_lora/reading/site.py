@@ -7,25 +7,26 @@ it runs its class's forward, and warns once.
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fused_mlp.launching import is_interpreted
 from fused_mlp.swiglu import _swiglu_forward_kernel
 
 from ..foreign.forwards import BOUND_TO_THE_MODEL, Owner
 from ..foreign.versions import (
+    CHECKPOINTED_BY_FORWARD,
     NO_CACHE,
     as_ours,
     is_checkpointed,
-    is_checkpointed_by_forward,
     without_checkpointing,
 )
 from .aside import step_aside
@@ -39,26 +40,18 @@ ON_CPU = (
 
 
 class Site(NamedTuple):
-    """One kind of module that a part runs fused.
+    """One kind of module that a part runs fused."""
 
-    candidates: the modules of a model that the part may apply to, with their names.
-    read: reads one as it is now, or raises a Refusal.
-    why_not_there: the reason if other modules of the model keep the one of this name from running
-        fused.
-    forward: the forward to set; called with the module and the set of parts that it runs.
-    gives_way_to: a part whose forward is set instead if the module also runs that one.
-    is_listed: whether the report lists it. False if another site lists its modules.
-    units: the names of the units that the report counts in such a module; "": itself.
-    left: the units, given the result of `read`, that do not run fused: name -> reason.
-    """
-
+    # the modules of a model that the part may apply to, with their names
     candidates: Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]
-    read: Callable[[Any], Any]
-    forward: Callable[..., Any]
-    gives_way_to: str = ""
-    is_listed: bool = True
+    read: Callable[[Any], Any]  # reads one as it is now, or raises a Refusal
+    forward: Callable[..., Any]  # to set; called with the module and the set of parts that it runs
+    gives_way_to: str = ""  # a part that sets its forward and lists the module, if it runs that too
+    # the names of the units that the report counts in such a module; "": itself
     units: Callable[[nn.Module], Collection[str]] = lambda module: ("",)
+    # the units, given the result of `read`, that do not run fused: name -> reason
     left: Callable[[Any], dict[str, str]] = lambda read: {}
+    # the reason if other modules of the model keep the one of this name from running fused
     why_not_there: Callable[[nn.Module, str], str | None] = lambda model, name: None
 
     def why_not(self, model: nn.Module, name: str) -> str | None:
@@ -67,44 +60,40 @@ class Site(NamedTuple):
 
     def why_not_now(self, model: nn.Module, name: str) -> str | None:
         """Return the reason of `why_not`, or that the weights are on the CPU."""
-        return self.why_not(model, name) or _why_not_on_cpu(model.get_submodule(name))
+        if reason := self.why_not(model, name):
+            return reason
+        first = next(model.get_submodule(name).parameters(), None)
+        is_here = first is not None and first.device.type == "cpu"
+        return ON_CPU if KERNELS_WANT_A_GPU and is_here else None
 
 
 class Evidence(NamedTuple):
-    """Functions and kernels in the profile of a step which prove that a part's modules ran fused.
+    """Functions and kernels in the profile of a step which prove that a part's modules ran
+    fused."""
 
-    functions: autograd functions, with the number of modules each stands for. Their backwards
-        count, because forwards may run twice.
-    kernels: parts of the names of GPU kernels. Each runs at least once a module. "a|b": one of the
-        two does.
-    kernels_in_4_bits: kernels that run as well if the base weights are in 4 bits.
-    without_backward: modules without a backward, because nothing before them is trained.
-    """
-
+    # autograd functions, with the number of modules each stands for. Their backwards count, because
+    # forwards may run twice
     functions: dict[str, int]
+    # parts of the names of GPU kernels, each at least once a module. "a|b": one of the two
     kernels: tuple[str, ...] = ()
-    kernels_in_4_bits: tuple[str, ...] = ()
-    without_backward: int = 0
+    kernels_in_4_bits: tuple[str, ...] = ()  # that run as well if the base weights are in 4 bits
+    without_backward: int = 0  # modules that have none, because nothing before them is trained
 
 
 class Part(NamedTuple):
-    """One switch of Fusion: its sites, and all that reports, benchmark and tests ask about it.
-
-    none_found: the reason if a model has none of the sites. units: the noun for the report's
-    counts. kinds: kernels whose names do not tell the benchmark their kind of work: the kind ->
-    how their names begin.
-    """
+    """One switch of Fusion: its sites, and all that reports, benchmark and tests ask about it."""
 
     sites: tuple[Site, ...]
-    none_found: str
-    units: str
+    none_found: str  # the reason if a model has none of the sites
+    units: str  # the noun for the report's counts
     evidence: Evidence
+    # of kernels whose names do not tell the benchmark their kind of work: how their names begin
     kinds: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
 
     def candidates(self, model: nn.Module) -> Iterator[tuple[str, Any, Site]]:
         """Yield the modules of a model that the report lists, with their names and sites."""
         for site in self.sites:
-            if site.is_listed:
+            if not site.gives_way_to:
                 for name, module in site.candidates(model):
                     yield name, module, site
 
@@ -120,7 +109,8 @@ class FusedForward(Owner):
     def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
         super().__init__(module, parts)
         self.function = function
-        self.checkpoints = is_checkpointed_by_forward(module)
+        is_layer = isinstance(module, GradientCheckpointingLayer)
+        self.checkpoints = CHECKPOINTED_BY_FORWARD and is_layer
 
     @property
     def forward(self) -> MethodType:
@@ -133,21 +123,17 @@ class FusedForward(Owner):
         return self.function(module, self.parts, *inputs, **options)
 
 
-class _Thread(threading.local):
-    is_unfused = False
-
-
-_thread = _Thread()
+_is_unfused = ContextVar("is_unfused", default=False)
 
 
 @contextmanager
 def unfused() -> Iterator[None]:
     """Make every fused module run its class's forward, in this thread."""
-    before, _thread.is_unfused = _thread.is_unfused, True
+    token = _is_unfused.set(True)
     try:
         yield
     finally:
-        _thread.is_unfused = before
+        _is_unfused.reset(token)
 
 
 @cache
@@ -159,7 +145,7 @@ def _with_signature_of(own: Callable) -> Callable:
         if isinstance(self, nn.Module):  # accelerate binds what it wraps in autocast to the model
             raise RuntimeError(BOUND_TO_THE_MODEL)
         layer: Any = self.module
-        if _thread.is_unfused:  # for each token of generate()
+        if _is_unfused.get():  # for each token of generate()
             return without_checkpointing(type(layer).forward)(layer, *inputs, **options)
         options = as_ours(options)
         if self.checkpoints and is_checkpointed(layer):
@@ -175,30 +161,17 @@ def _with_signature_of(own: Callable) -> Callable:
 
 def _why_not_inputs(*inputs: Any) -> str | None:
     """Return the reason if nothing can run fused on these inputs."""
-    if KERNELS_WANT_A_GPU and all(map(_is_on_cpu, inputs)):
+    are_on_cpu = (not isinstance(one, Tensor) or one.device.type == "cpu" for one in inputs)
+    if KERNELS_WANT_A_GPU and all(are_on_cpu):
         return ON_CPU
     if not torch._C._are_functorch_transforms_active():
         return None
     return "it is within a transform of torch.func, which knows no fused function"
 
 
-def _is_on_cpu(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.device.type == "cpu"
-
-
-def _why_not_on_cpu(module: nn.Module) -> str | None:
-    first = next(module.parameters(), None)
-    is_here = first is not None and first.device.type == "cpu"
-    return ON_CPU if KERNELS_WANT_A_GPU and is_here else None
-
-
-def having(*names: str) -> Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]:
-    """Find modules that themselves have submodules of these names. PEFT's wrappers pass on those of
-    the wrapped module, and do not count."""
-
-    def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in model.named_modules():
-            if all(part in module._modules for part in names):
-                yield name, module
-
-    return candidates
+def having(model: nn.Module, *names: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules that themselves have submodules of these names. PEFT's wrappers pass on those
+    of the wrapped module, and do not count."""
+    for name, module in model.named_modules():
+        if all(part in module._modules for part in names):
+            yield name, module

@@ -34,12 +34,21 @@ class Cuda:
 
     def capture(self, body: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Capture `body`. Return a function that replays it, and its result. Each replay writes
-        into the tensors of that result."""
+        into the tensors of that result. Raises what ends the capture, where closing it may raise
+        another exception that hides this."""
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # a data loader's thread may pin memory meanwhile
         capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode)
-        with capture, _no_garbage_collection(), _no_wait_for_the_device():
-            result = body()
+        causes: list[Exception] = []
+        try:
+            with capture, _no_garbage_collection(), _no_wait_for_the_device():
+                try:
+                    result = body()
+                except Exception as error:
+                    causes.append(error)
+                    raise
+        except Exception as error:
+            raise (causes or [error])[0] from None
         # Before a capture, PyTorch sets the random offset on the capture's stream. A replay sets it
         # on the current stream, which must happen later: hence the wait.
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
@@ -74,17 +83,6 @@ def _no_wait_for_the_device() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-@contextmanager
-def noting(causes: list[Exception]) -> Iterator[None]:
-    """Note the exception that ends a capture: closing the capture may raise another that hides
-    it."""
-    try:
-        yield
-    except Exception as error:
-        causes.append(error)
-        raise
 
 
 def empty_buffers(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:

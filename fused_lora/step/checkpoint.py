@@ -25,8 +25,9 @@ tells it so, and it skips its down projection, 29% of the layer's matmuls.
 A layer calls a `LayerPolicy` instead of its forward. `foreign/checkpointing.py` sets it.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from fused_mlp.launching import is_capturing
 
 from ..rerun import Keep
-from .hooks import Bystander, removed_after
+from .hooks import Bystander
 from .module_ref import ModuleRef
 from .offload import Offload
 from .recompute import recomputed
@@ -116,7 +117,8 @@ class Checkpoint:
 class LayerPolicy:
     """The policy of one layer, which calls this instead of its forward.
 
-    index: the layer's place in a forward. keeps_all: checkpoint nothing of it.
+    index: the layer's place in a forward. keeps_all: checkpoint nothing of it. before: the values
+    of its attributes without the policy, for whoever sets it.
     """
 
     policy: Checkpoint
@@ -124,6 +126,7 @@ class LayerPolicy:
     index: int
     is_last: bool
     keeps_all: bool
+    before: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, forward: Callable, *inputs):
         return self.policy.run(self, forward, *inputs)
@@ -147,8 +150,8 @@ class _NoDropout(Bystander):
         )
 
 
-def _refusing_dropout(layer: nn.Module) -> Iterator[Any]:
-    """Hook the dropouts in a layer one by one, and yield their handles."""
+def _refuse_dropout(layer: nn.Module, hooks: ExitStack) -> None:
+    """Hook the dropouts in a layer until these hooks are closed."""
     refuse = _NoDropout()
     for module in layer.modules():
         if module.training and getattr(module, "attention_dropout", False):
@@ -156,7 +159,7 @@ def _refusing_dropout(layer: nn.Module) -> Iterator[Any]:
         if isinstance(module, nn.Dropout) and module.training and module.p:
             if layer._compiled_call_impl is not None:  # it would not see a new hook
                 refuse(module)
-            yield module.register_forward_pre_hook(refuse)
+            hooks.enter_context(module.register_forward_pre_hook(refuse))
 
 
 def _checkpointed(layer: nn.Module, forward: Callable, *inputs, **options):
@@ -164,5 +167,6 @@ def _checkpointed(layer: nn.Module, forward: Callable, *inputs, **options):
     options["module"] = layer
     if not is_capturing(inputs[0]):
         return recomputed(forward, *inputs, **options)
-    with removed_after(_refusing_dropout(layer)):
+    with ExitStack() as hooks:
+        _refuse_dropout(layer, hooks)
         return recomputed(forward, *inputs, keep_random_state=False, **options)

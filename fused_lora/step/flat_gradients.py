@@ -9,6 +9,7 @@ https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -143,18 +144,15 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tensor.device}"
 
 
+@dataclass
 class Shadow(JoinHook):
     """A rank that has no batches left, while others still update. It adds what it has accumulated
     to the next reduction, then zeros, and ends with the parameters and the optimizer's state of the
     rank that updated last."""
 
-    def __init__(
-        self,
-        gradients: FlatGradients,
-        optimizer: torch.optim.Optimizer,
-        after_update: Sequence[Callable[[], Any]],
-    ) -> None:
-        self.gradients, self.optimizer, self.after_update = gradients, optimizer, after_update
+    gradients: FlatGradients
+    optimizer: torch.optim.Optimizer
+    after_update: Sequence[Callable[[], Any]]
 
     def main_hook(self) -> None:
         self.gradients.hold()

@@ -26,7 +26,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.utils import clip_grad_norm_
 
 from ..loss.label_check import LabelsSeen, raise_earlier
-from .capture import Cuda, copy_into, empty_buffers, noting
+from .capture import Cuda, copy_into, empty_buffers
 from .checkpoint import Checkpoint, policies_in
 from .flat_gradients import FlatGradients, Shadow
 from .graph_checks import (
@@ -39,8 +39,7 @@ from .graph_checks import (
     worked_on,
 )
 from .learning_rates import LearningRates
-from .masks import LayersWithoutMask
-from .padding_seen import PaddingSeen
+from .masks import LayersWithoutMask, PaddingSeen
 from .settings import ModuleSettings
 
 # The first compiles and makes the optimizer's state. The second runs as all later ones will.
@@ -234,8 +233,9 @@ class GraphedStep(Joinable):
         self._replay(graph.captured, update, accumulated, adds)
         return graph.captured.loss.clone()
 
-    def _gradients(self, graph: _Graph, accumulated: bool) -> Tensor:
-        """Run forward and backward, eagerly or in a capture. Return the loss."""
+    def _gradients(self, graph: _Graph, accumulated: bool, adds: bool = False) -> Tensor:
+        """Run forward and backward, eagerly or in a capture, which adds what it accumulates. Return
+        the loss."""
         with self.autocast():
             output = self.model(**graph.inputs)
         loss = getattr(output, "loss", output)
@@ -250,13 +250,9 @@ class GraphedStep(Joinable):
                 f"GraphedStep: {without} of {len(self._trained)} parameters of the optimizer get "
                 "no gradient; to accumulate or average, freeze or leave them out of the optimizer"
             )
-        return loss.detach()
-
-    def _captured_gradients(self, graph: _Graph, accumulated: bool) -> Tensor:
-        loss = self._gradients(graph, accumulated)
-        if accumulated:
+        if accumulated and adds:
             self._held.add()
-        return loss
+        return loss.detach()
 
     def _average(self) -> None:
         """Average the gradients over all ranks, between the step's two parts."""
@@ -292,24 +288,21 @@ class GraphedStep(Joinable):
         gradients = [parameter.grad for parameter in self._trained]
         if accumulated:  # otherwise there are none
             self._held.clear()
-        causes: list[Exception] = []
-        noted = noting(causes)
         try:
             with graph.without_mask.kept():
                 replay_gradients, loss = self._cuda.capture(
-                    noted(lambda: self._captured_gradients(graph, accumulated))
+                    lambda: self._gradients(graph, accumulated, adds=True)
                 )
-            replay_update = self._cuda.capture(noted(self._update))[0] if update else None
+            replay_update = self._cuda.capture(self._update)[0] if update else None
         except Exception as error:
             self._start_over()
-            cause = causes[0] if causes else error
-            if isinstance(cause, torch.OutOfMemoryError):
-                raise cause from None
-            reason = (str(cause).splitlines() or [""])[0]
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = (str(error).splitlines() or [""])[0]
             raise RuntimeError(
-                f"GraphedStep: this step cannot be captured: {type(cause).__name__}: {reason}; "
+                f"GraphedStep: this step cannot be captured: {type(error).__name__}: {reason}; "
                 "train it eagerly, or remove what raised this"
-            ) from cause
+            ) from error
         finally:  # a capture does nothing yet
             for parameter, gradient in zip(self._trained, gradients, strict=True):
                 parameter.grad = gradient

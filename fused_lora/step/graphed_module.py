@@ -14,7 +14,7 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#partial-network-capture
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -22,13 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from ..telling import warn
-from .capture import Cuda, copy_into, empty_buffers, noting
+from .capture import Cuda, copy_into, empty_buffers
 from .checkpoint import policies_in
 from .graph import EAGER_CALLS
 from .graph_checks import addresses_of, form_of, which_train
-from .leaves import new_leaves
-from .masks import MASK, LayersWithoutMask
-from .padding_seen import PaddingSeen
+from .masks import MASK, LayersWithoutMask, PaddingSeen
 from .replays import CapturedModule, Replays
 from .settings import ModuleSettings
 
@@ -171,8 +169,6 @@ class GraphedModule:
         copy_into(buffers, inputs)
         if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in trained):
             raise ValueError("a parameter has hooks, which a graph would not call: remove them")
-        causes: list[Exception] = []
-        noted = noting(causes)
         gradients = [one.grad for one in trained]
         for one in trained:
             self._replays.sums.setdefault(one, torch.zeros_like(one))
@@ -180,7 +176,7 @@ class GraphedModule:
         try:
             # backward may recompute layers
             with form.without_mask.kept(), new_leaves(self.module, trained) as leaves:
-                replay_forward, output = cuda.capture(noted(lambda: self._forward(buffers)))
+                replay_forward, output = cuda.capture(lambda: self._forward(buffers))
                 hidden = getattr(output, HIDDEN)
                 gradient = torch.empty_like(hidden)
                 replay_backward: Callable[[], None] | None = None
@@ -188,10 +184,8 @@ class GraphedModule:
                 if trained:
                     self.forget()
                     replay_backward, received = cuda.capture(
-                        noted(lambda: self._backward(hidden, gradient, trained, leaves))
+                        lambda: self._backward(hidden, gradient, trained, leaves)
                     )
-        except Exception as error:
-            raise (causes[0] if causes else error) from None
         finally:  # a capture does nothing yet
             for one, held in zip(trained, gradients, strict=True):
                 one.grad = held
@@ -201,7 +195,10 @@ class GraphedModule:
         )  # fmt: skip
 
     def _forward(self, buffers: dict[str, Any]) -> Any:
-        with _without_cached_casts(self._settings.parameters()[0].device.type):
+        device_type = self._settings.parameters()[0].device.type
+        dtype = _autocast_on(device_type)
+        # the autocast that is on, without the casts that it may have made outside a graph
+        with torch.autocast(device_type, dtype, dtype is not None, cache_enabled=False):
             output = self._eager(**buffers)
         for policy in policies_in(self.module):
             policy.offload.finish()
@@ -243,6 +240,32 @@ class _Form:
     captured: CapturedModule | None = None
 
 
+@contextmanager
+def new_leaves(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Context in which new parameters on the same memory, in this order, replace those of a module.
+    Tied ones stay tied.
+
+    Autograd accumulates a parameter's gradient in a node that remembers the stream it was made on,
+    and lives as long as somebody holds it. DistributedDataParallel holds all of them, made on
+    CUDA's default stream, and a captured backward may not wait for that one. A new parameter has no
+    node yet: it gets one on the capture's stream.
+    """
+    leaves = {one: nn.Parameter(one.detach()) for one in parameters}
+    replaced = [
+        (owner._parameters, name, one)
+        for owner in module.modules()
+        for name, one in owner._parameters.items()
+        if one in leaves
+    ]
+    try:
+        for owned, name, one in replaced:
+            owned[name] = leaves[one]
+        yield [*leaves.values()]
+    finally:
+        for owned, name, one in replaced:
+            owned[name] = one
+
+
 def is_graphed(module: nn.Module) -> bool:
     """Return True if a call of this module replays graphs, whose shapes should not change."""
     return isinstance(vars(module).get("forward"), GraphedModule)
@@ -251,11 +274,3 @@ def is_graphed(module: nn.Module) -> bool:
 def _autocast_on(device_type: str) -> torch.dtype | None:
     is_on = torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if is_on else None
-
-
-def _without_cached_casts(device_type: str) -> AbstractContextManager:
-    """Return the autocast that is on, without the casts that it may have made outside a graph."""
-    dtype = _autocast_on(device_type)
-    if dtype is None:
-        return nullcontext()
-    return torch.autocast(device_type, dtype, cache_enabled=False)

@@ -9,11 +9,14 @@ needs a mask. If it needed none eagerly, it needs none in the graph.
 With all attention fused, position_ids do no harm: in the graph its kernels take the bounds of
 whatever documents there are (`kernels/documents.py`). With the loss fused as well, an
 attention_mask does no harm either, if the eager calls had padding on which no label depends: the
-graph treats a row's padding as a separate document.
+graph treats a row's padding as a separate document. A graph cannot look at a mask, so the model
+called in a step finds notes (`padding_seen`): it writes down what it sees in eager calls, and reads
+them during a capture.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,16 +24,42 @@ from torch import Tensor, nn
 
 from ..kernels.documents import is_documents
 from ..telling import warn
-from .hooks import Bystander, removed_after
-from .padding_seen import PaddingSeen
+from .hooks import Bystander
 
 MASK = "attention_mask"
 # Inputs whose values, not just their shapes, decide whether there is a mask.
 DECIDING = (MASK, "position_ids")
 
 
-class LayersWithoutMask:
-    """The layers of a model that ran eagerly without a mask, for one set of shapes.
+class PaddingSeen:
+    """Notes of one step on the padding in its batches."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+        self.is_apart = True  # no labelled token depends on it
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Context in which the model runs or is captured."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+_current: ContextVar[PaddingSeen | None] = ContextVar("padding seen", default=None)
+
+
+def padding_seen() -> PaddingSeen | None:
+    """Return the notes of the step that is calling the model, None outside of one."""
+    return _current.get()
+
+
+class LayersWithoutMask(Bystander):
+    """The layers of a model that ran eagerly without a mask, for one set of shapes. A hook on them
+    notes that, and removes the masks of those that had none eagerly when they are captured. Where
+    it is uncertain that they need none, it just notes them.
 
     model: its layers are the contents of its nn.ModuleLists. inputs: the arguments of its call.
     padding: notes on padding, shared by all sets of shapes.
@@ -42,12 +71,13 @@ class LayersWithoutMask:
         self.deciding = [name for name in DECIDING if isinstance(inputs.get(name), Tensor)]
         self.says_none = isinstance(inputs.get(MASK), dict)
         self.had_none: dict[nn.Module, bool] = {}
+        self.is_captured = self.found_masks = False
         self.padding = padding
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Context in which the model runs eagerly."""
-        with _hooked(self.layers, _Noting(self.had_none)), self.padding.noted():
+        with self._hooked(), self.padding.noted():
             yield
 
     @contextmanager
@@ -58,57 +88,40 @@ class LayersWithoutMask:
                 "GraphedStep cannot see the masks of compiled layers, and a mask makes attention "
                 'slow: pass attention_mask={"full_attention": None} (Qwen), or do not compile',
             )
-        keeping = _Keeping(self.had_none, is_certain=not self.deciding)
-        with _hooked(self.layers, keeping), self.padding.noted():
+        self.is_captured = True
+        with self._hooked(), self.padding.noted():
             yield
-        if keeping.found_masks:
+        if self.found_masks:
             warn(
                 "GraphedStep: this step has a mask only in the graph, which makes attention slow: "
                 f"leave {' and '.join(self.deciding)} out of batches whose rows have no padding",
             )
 
-
-class _Noting(Bystander):
-    """Note for every layer whether it was ever called with a mask."""
-
-    def __init__(self, had_none: dict[nn.Module, bool]):
-        self.had_none = had_none
-
-    def __call__(self, layer: nn.Module, inputs: tuple, options: dict[str, Any]) -> None:
-        if MASK in options and not torch.compiler.is_compiling():
-            self.had_none[layer] = options[MASK] is None and self.had_none.get(layer, True)
-
-
-class _Keeping(Bystander):
-    """Remove the masks of layers that had none eagerly; just note them where that is uncertain."""
-
-    def __init__(self, had_none: dict[nn.Module, bool], is_certain: bool):
-        self.had_none, self.is_certain, self.found_masks = had_none, is_certain, False
-
     def __call__(
         self, layer: nn.Module, inputs: tuple, options: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
         # a layer compiled without its mask would have none outside the graph either
-        mask = options.get(MASK)
-        if torch.compiler.is_compiling() or mask is None or is_documents(mask):
+        if MASK not in options or torch.compiler.is_compiling():
             return None
-        if not self.had_none.get(layer, False):
-            return None
-        if self.is_certain:
-            return inputs, {**options, MASK: None}
-        self.found_masks = True
+        mask = options[MASK]
+        if not self.is_captured:
+            self.had_none[layer] = mask is None and self.had_none.get(layer, True)
+        elif mask is not None and not is_documents(mask) and self.had_none.get(layer, False):
+            if not self.deciding:
+                return inputs, {**options, MASK: None}
+            self.found_masks = True
         return None
+
+    def _hooked(self) -> ExitStack:
+        """Call this before every call of the layers. It comes ahead of their other hooks, so none
+        of those sees a mask that it removes."""
+        hooks = ExitStack()
+        for layer in self.layers:
+            if not _is_compiled(layer):
+                handle = layer.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
+                hooks.enter_context(handle)
+        return hooks
 
 
 def _is_compiled(layer: nn.Module) -> bool:
     return layer._compiled_call_impl is not None
-
-
-def _hooked(layers: Sequence[nn.Module], hook: _Noting | _Keeping) -> AbstractContextManager[None]:
-    """Call the hook before every call of these layers. It comes ahead of their other hooks, so none
-    of those sees a mask that it removes."""
-    return removed_after(
-        layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-        for layer in layers
-        if not _is_compiled(layer)
-    )

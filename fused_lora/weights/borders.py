@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fused_mlp.launching import is_capturing
 
+from ..foreign.forwards import owner_of
 from ..kernels.rows import empty_rows
 from ..layer.buffer import Buffer, WeightGroup
 from ..layer.filling import Filling
@@ -52,35 +53,16 @@ class Layout(NamedTuple):
     def has_room(self, parts: Sequence[Projection]) -> bool:
         return all(len(part.A) <= block for part, block in zip(parts, self.blocks, strict=True))
 
-    def bordered(
-        self, buffer: Buffer, reads: Sequence[Projection], parts: Sequence[Projection]
-    ) -> WeightGroup:
-        scalings = tuple(part.scaling for part in parts)
-        return WeightGroup(buffer, reads[0].weight.shape[1], self.outs, self.blocks, scalings)
-
 
 class Wanted(NamedTuple):
-    """The projections that a buffer is to hold, and what it is made with.
-
-    parts: the projections, or the parts they split into, each with an adapter and a rank. dtype:
-    the model's, which the weights may not show. scratches: the model's, for weights that are stored
-    in another form. group: which of a layer's buffers it is.
-    """
+    """The projections that a buffer is to hold, and what it is made with."""
 
     reads: Sequence[Projection]
-    parts: Sequence[Projection]
-    ranks: Sequence[int]
-    dtype: torch.dtype
-    scratches: Scratches
-    group: int
-
-
-class _Made(NamedTuple):
-    """A buffer as made: where its weights and biases went, and its layout."""
-
-    places: tuple
-    layout: Layout
-    stride: int
+    parts: Sequence[Projection]  # the projections, or what they split into
+    ranks: Sequence[int]  # of the parts' adapters
+    dtype: torch.dtype  # the model's, which the weights may not show
+    scratches: Scratches  # the model's, for weights that are stored in another form
+    group: int  # which of a layer's buffers it is
 
 
 class Border:
@@ -98,23 +80,15 @@ class Border:
         buffers."""
         return None
 
-    @staticmethod
-    def why_not_base(base: nn.Module) -> str | None:
-        """Return the reason if such a buffer cannot take a base layer's weight."""
-        return why_not_base(base)
-
-    @staticmethod
-    def take_in(base: nn.Linear) -> None:
-        """Prepare a linear layer whose weight will lie in such a buffer."""
-        let_save(base)
-
-    @staticmethod
-    def settle(model: nn.Module) -> None:
-        """Adjust a model for other libraries, once its forwards are set and its weights moved."""
+    # returns the reason if such a buffer cannot take a base layer's weight
+    why_not_base = staticmethod(why_not_base)
+    # prepares a linear layer whose weight will lie in such a buffer
+    take_in = staticmethod(let_save)
 
     def __init__(self) -> None:
-        self._made: _Made | None = None
+        self._made: tuple[tuple, Layout] | None = None  # for weights in these places
         self._buffer: weakref.ref[Buffer] | None = None
+        self._kept: Buffer | None = None  # the buffer, where no weight keeps it alive
 
     def __reduce__(self):
         # no weight of a copied or unpickled model lies in a buffer
@@ -125,52 +99,64 @@ class Border:
         return None if self._buffer is None else self._buffer()
 
     def find_or_make(self, wanted: Wanted) -> tuple[WeightGroup, bool]:
-        """Return the buffer, with room for adapters of these ranks, and whether it had to be made.
+        """Return the buffer, with room for adapters of these ranks, and whether it had to be
+        made."""
+        reads, parts = wanted.reads, wanted.parts
+        places, layout = self._made or ((), None)
+        buffer = None
+        if layout is not None and places == self.places_of(reads) and layout.has_room(parts):
+            buffer = self.find(reads, layout)
+        is_new = buffer is None
+        if buffer is None or layout is None:
+            self._made = self._buffer = self._kept = None  # free its memory for the next
+            layout = layout_of(reads[0].weight, parts, wanted.ranks)
+            buffer = self.make(wanted, layout)
+            self._made = self.places_of(reads), layout  # biases may have moved
+        self._buffer = weakref.ref(buffer)
+        inputs, scalings = reads[0].weight.shape[1], tuple(part.scaling for part in parts)
+        return WeightGroup(buffer, inputs, layout.outs, layout.blocks, scalings), is_new
 
-        Making it allocates one [out + width, in + width] tensor, and a second one for untrained
-        biases, if there are any. Parameters stay the same objects and become views of these.
-        """
-        made, reads, parts = self._made, wanted.reads, wanted.parts
-        fits = made is not None and made.places == _places_of(reads) and made.layout.has_room(parts)
-        if not fits:
-            made = self._made = _make(reads, parts, wanted.ranks)
-        assert made is not None
-        buffer = self.buffer() if fits else None
-        if buffer is None:
-            buffer = _buffer_of(made, reads)
-            self._buffer = weakref.ref(buffer)
-        return made.layout.bordered(buffer, reads, parts), not fits
+    def places_of(self, reads: Sequence[Projection]) -> tuple:
+        """Return the places of the weights and biases. They differ once one has moved, even to an
+        earlier address."""
+        return tuple(
+            (w.data_ptr(), w.stride(), w.dtype, w.device, None if bias is None else bias.data_ptr())
+            for w, bias in ((read.weight, held_bias(read)) for read in reads)
+        )
 
+    def find(self, reads: Sequence[Projection], layout: Layout) -> Buffer | None:
+        """Return the buffer that the weights are views of."""
+        if (buffer := self.buffer()) is not None:
+            return buffer
+        # .data has a separate version counter: filling borders does not invalidate a saved weight
+        weight = reads[0].weight.data
+        inputs = weight.shape[1]
+        matrix = weight.as_strided((layout.rows, inputs + layout.width), (weight.stride(0), 1), 0)
+        bias = next((held for held in map(held_bias, reads) if held is not None), None)
+        if bias is not None:
+            bias = bias.data.as_strided((layout.rows,), (1,), 0)
+        return Buffer(matrix, bias, sum(layout.outs), inputs)
 
-def _places_of(reads: Sequence[Projection]) -> tuple:
-    """Return the places of the weights and biases. They differ once one has moved, even to an
-    earlier address."""
-    return tuple(
-        (w.data_ptr(), w.stride(), w.dtype, w.device, None if bias is None else bias.data_ptr())
-        for w, bias in ((read.weight, held_bias(read)) for read in reads)
-    )
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def make(self, wanted: Wanted, layout: Layout) -> Buffer:
+        """Allocate one [out + width, in + width] tensor, and a second one for untrained biases, if
+        there are any. Parameters stay the same objects and become views of these."""
+        reads, first = wanted.reads, wanted.reads[0].weight
+        in_features = first.shape[1]
+        matrix = empty_rows(first, layout.rows, in_features + layout.width).zero_()
+        for read, rows in zip(reads, split_rows(matrix, reads), strict=True):
+            _move(read.weight, rows[:, :in_features])
+        move_biases(reads, layout)
+        buffer = self.find(reads, layout)
+        assert buffer is not None
+        return buffer
 
 
 def held_bias(read: Projection) -> Tensor | None:
     """Return a projection's bias if the buffer holds it. A trained bias stays where it is, because
     its optimizer may hold that memory, and is passed to each forward."""
     return None if read.bias is None or read.bias.requires_grad else read.bias
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _make(reads: Sequence[Projection], parts: Sequence[Projection], ranks: Sequence[int]) -> _Made:
-    first = reads[0].weight
-    in_features = first.shape[1]
-    layout = layout_of(first, parts, ranks)
-    matrix = empty_rows(first, layout.rows, in_features + layout.width).zero_()
-    row = 0
-    for read in reads:
-        out = read.weight.shape[0]
-        _move(read.weight, matrix[row : row + out, :in_features])
-        row += out
-    move_biases(reads, layout)
-    return _Made(_places_of(reads), layout, matrix.stride(0))
 
 
 def layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int]) -> Layout:
@@ -193,29 +179,21 @@ def move_biases(
     if all(held_bias(read) is None for read in reads):
         return None
     first = next(held for held in map(held_bias, reads) if held is not None)
-    bias, row = first.new_zeros(layout.rows, dtype=dtype), 0
-    for read in reads:
-        out = read.weight.shape[0]
+    bias = first.new_zeros(layout.rows, dtype=dtype)
+    for read, rows in zip(reads, split_rows(bias, reads), strict=True):
         if (held := held_bias(read)) is not None:
-            _move(held, bias[row : row + out])
-        row += out
+            _move(held, rows)
     return bias
+
+
+def split_rows(tensor: Tensor, reads: Sequence[Projection]) -> Sequence[Tensor]:
+    """Return each projection's rows of a tensor of [out + width, ...]."""
+    outs = [len(read.weight) for read in reads]
+    return tensor[: sum(outs)].split(outs)
 
 
 def _move(parameter: Tensor, memory: Tensor) -> None:
     parameter.data = memory.copy_(parameter)
-
-
-def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
-    """Return the buffer that the weights are views of."""
-    # .data has a separate version counter: filling borders does not invalidate a saved weight
-    weight, layout = reads[0].weight.data, made.layout
-    inputs = weight.shape[1]
-    matrix = weight.as_strided((layout.rows, inputs + layout.width), (made.stride, 1), 0)
-    bias = next((held for held in map(held_bias, reads) if held is not None), None)
-    if bias is not None:
-        bias = bias.data.as_strided((layout.rows,), (1,), 0)
-    return Buffer(matrix, bias, sum(layout.outs), inputs)
 
 
 class LayerBorders(Filling):
@@ -260,3 +238,9 @@ class LayerBorders(Filling):
         if device.type == "cuda" and any(was_made for _, was_made in found):
             torch.cuda.empty_cache()  # the freed pieces are too small for the next buffers
         return [bordered for bordered, _ in found]
+
+
+def borders_of(module: nn.Module) -> LayerBorders | None:
+    """Return the borders that a module's forward runs on, if any."""
+    owner = owner_of(module)
+    return None if owner is None else owner.borders

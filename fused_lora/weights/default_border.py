@@ -15,12 +15,12 @@ from torch.utils.weak import WeakIdRef
 from ..foreign.parallel import is_gathered_in
 from ..kernels.packed_4bit import Packed4bit
 from ..kernels.rows import empty_rows
-from ..layer.buffer import Buffer, WeightGroup
+from ..layer.buffer import Buffer
 from ..layer.scratch import Scratch, ScratchBuffer
 from ..layer.shards import Shard
 from ..reading.four_bit import packed, places_of
 from ..reading.projection import Projection
-from .borders import Border, Layout, Wanted, held_bias, layout_of, move_biases
+from .borders import Border, Layout, Wanted, held_bias, move_biases
 from .sharded_weight import ShardedWeight
 
 
@@ -31,47 +31,55 @@ class DefaultBorder(Border):
 
     may_wait = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: tuple[tuple, Layout, ScratchBuffer] | None = None
+    def places_of(self, reads: Sequence[Projection]) -> tuple:
+        if _are_gathered(reads):
+            return places_of_gathered(reads)
+        if _is_written(reads):
+            return tuple(map(_place_of, reads))
+        return super().places_of(reads)
 
-    def buffer(self) -> Buffer | None:
-        return super().buffer() if self._kept is None else self._kept[2]
-
-    def find_or_make(self, wanted: Wanted) -> tuple[WeightGroup, bool]:
-        reads, parts = wanted.reads, wanted.parts
-        is_gathered = any(is_gathered_in(read.base) for read in reads)
-        if not is_gathered and not any(read.is_packed or is_sharded(read) for read in reads):
-            self._kept = None
-            return super().find_or_make(wanted)
-        places = _places_of(reads, is_gathered)
-        if self._kept is not None:
-            kept_places, layout, buffer = self._kept
-            if kept_places == places and layout.has_room(parts):
-                return layout.bordered(buffer, reads, parts), False
-        self._kept = None
-        layout = layout_of(reads[0].weight, parts, wanted.ranks)
-        buffer = _make(wanted, layout, is_gathered)
-        self._kept = _places_of(reads, is_gathered), layout, buffer  # biases may have moved
-        return layout.bordered(buffer, reads, parts), False
-
-
-def is_sharded(read: Projection) -> bool:
-    return isinstance(read.weight, ShardedWeight)
-
-
-def _parameter_of(read: Projection) -> Tensor:
-    return read.base.weight if read.is_packed else read.weight  # type: ignore[union-attr,return-value]
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def make(self, wanted: Wanted, layout: Layout) -> Buffer:
+        reads, scratches, group = wanted.reads, wanted.scratches, wanted.group
+        is_gathered = _are_gathered(reads)
+        if not is_gathered and not _is_written(reads):
+            return super().make(wanted, layout)
+        like, inputs = reads[0].weight, reads[0].weight.shape[1]
+        key = group, layout, inputs, like.dtype, like.device  # o and down may be alike
+        if key not in scratches:
+            scratches[key] = Scratch(empty_rows(like, layout.rows, inputs + layout.width).zero_())
+        weights: list[Packed4bit | Tensor | Shard] = [  # as they are stored
+            packed(read.base) if read.is_packed
+            else read.weight.shard if isinstance(read.weight, ShardedWeight)
+            else read.weight
+            for read in reads
+        ]  # fmt: skip
+        biases: list[Tensor | None] = []
+        if is_gathered:
+            biases = [held_bias(read) for read in reads]
+            bias = None if all(one is None for one in biases) else like.new_zeros(layout.rows)
+        else:
+            bias = move_biases(reads, layout, like.dtype)
+        self._kept = ScratchBuffer(scratches[key], weights, bias, biases, group)
+        return self._kept
 
 
-def _places_of(reads: Sequence[Projection], is_gathered: bool) -> tuple:
-    if is_gathered:  # to another address each time
-        parameters = [one for read in reads for one in (_parameter_of(read), held_bias(read))]
-        dtypes = tuple(read.weight.dtype for read in reads)
-        # an id could be that of another one, after the first is gone
-        ids = tuple(one if one is None else (WeakIdRef(one), one.dtype) for one in parameters)
-        return dtypes, ids
-    return tuple(map(_place_of, reads))
+def _are_gathered(reads: Sequence[Projection]) -> bool:
+    return any(is_gathered_in(read.base) for read in reads)
+
+
+def _is_written(reads: Sequence[Projection]) -> bool:
+    return any(read.is_packed or isinstance(read.weight, ShardedWeight) for read in reads)
+
+
+def places_of_gathered(reads: Sequence[Projection]) -> tuple:
+    """Return whose the weights and biases are: FSDP2 gathers them to another address each time."""
+    weights = (read.base.weight if read.is_packed else read.weight for read in reads)  # type: ignore[union-attr]
+    parameters = [*weights, *map(held_bias, reads)]
+    # an id could be that of another one, after the first is gone
+    ids = tuple(one if one is None else (WeakIdRef(one), one.dtype) for one in parameters)
+    return tuple(read.weight.dtype for read in reads), ids
 
 
 def _place_of(read: Projection) -> tuple:
@@ -82,28 +90,3 @@ def _place_of(read: Projection) -> tuple:
         place = places_of(read.base) if read.is_packed else (read.weight.data_ptr(),)
     # 4 bits stay where they are if compute_dtype changes
     return *place, read.weight.dtype, None if bias is None else bias.data_ptr()
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _make(wanted: Wanted, layout: Layout, is_gathered: bool) -> ScratchBuffer:
-    reads, scratches, group = wanted.reads, wanted.scratches, wanted.group
-    like, inputs = reads[0].weight, reads[0].weight.shape[1]
-    key = group, layout, inputs, like.dtype, like.device  # o and down may be alike
-    if key not in scratches:
-        scratches[key] = Scratch(empty_rows(like, layout.rows, inputs + layout.width).zero_())
-    weights = [_stored(read) for read in reads]
-    if not is_gathered:
-        bias = move_biases(reads, layout, like.dtype)
-        return ScratchBuffer(scratches[key], weights, bias, group=group)
-    biases = [held_bias(read) for read in reads]
-    has_any = any(one is not None for one in biases)
-    bias = like.new_zeros(layout.rows) if has_any else None
-    return ScratchBuffer(scratches[key], weights, bias, biases, group)
-
-
-def _stored(read: Projection) -> Packed4bit | Tensor | Shard:
-    """Return a projection's weight as it is stored."""
-    if isinstance(read.weight, ShardedWeight):
-        return read.weight.shard
-    return packed(read.base) if read.is_packed else read.weight

@@ -120,11 +120,6 @@ def memories_of(model: nn.Module) -> Memories:
     return next((owner.memories for owner in owners if owner.memories is not None), Memories())
 
 
-def share_memories(model: nn.Module, memories: Memories) -> None:
-    for owner in filter(None, map(owner_of, model.modules())):
-        owner.memories = memories
-
-
 def why_not_input(x: Tensor, reads: Sequence[Projection]) -> str:
     """Return the reason if projections in 4 bits cannot run fused on this input, or ""."""
     for read in reads:

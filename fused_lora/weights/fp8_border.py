@@ -1,29 +1,27 @@
 """The buffers of layers in FP8, made from their weights or from a checkpoint's codes."""
 
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..foreign.parallel import is_dtensor
 from ..kernels.fp8_rows import E4M3, codes_and_scales
-from ..layer.buffer import WeightGroup
+from ..layer.buffer import Buffer
 from ..layer.fp8.buffer import Fp8Buffer
 from ..reading import fp8_checkpoint as checkpoint
 from ..reading.four_bit import is_4bit
 from ..reading.fp8_checkpoint import is_of_codes, scales_of
 from ..reading.projection import Projection
-from .borders import Border, Layout, Wanted, held_bias, layout_of, move_biases
-from .fp8_weight import Fp8Weight, become_fp8, keep_fp8_from_ddp, why_not_in_fp8
+from .borders import Border, Layout, Wanted, held_bias, move_biases
+from .fp8_weight import Fp8Weight, become_fp8, why_not_in_fp8
 from .own_memory import let_save
 from .sharded_weight import ShardedWeight
 
 
 class Fp8Border(Border):
-    """A Border in FP8. The weights keep their buffer alive (`weight.py`). A buffer with a
-    checkpoint's codes (`checkpoint.py`) lasts until these move or change."""
+    """A Border in FP8. The weights keep their buffer alive (`fp8_weight.py`). A buffer with a
+    checkpoint's codes (`fp8_checkpoint.py`) lasts until these move or change."""
 
     precision = " in FP8"
 
@@ -50,68 +48,52 @@ class Fp8Border(Border):
         if is_of_codes(base):
             checkpoint.let_train(base)
 
-    @staticmethod
-    def settle(model: nn.Module) -> None:
-        checkpoint.drop_idle_hook(model)
-        keep_fp8_from_ddp(model)
+    def places_of(self, reads: Sequence[Projection]) -> tuple:
+        """Return the places of the biases, and of a checkpoint's codes and scales with their
+        version counters."""
+        biases = tuple(None if bias is None else bias.data_ptr() for bias in map(held_bias, reads))
+        found = ((read.weight, scales_of(read.base)) for read in reads)
+        coded = (t for weight, scales in found if scales for t in (weight, scales.values))
+        versions = ((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in coded)
+        return biases, *versions
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: tuple[tuple, Layout] | None = None  # places of biases and codes
-        self._checkpoint_buffer: Fp8Buffer | None = None
-
-    def find_or_make(self, wanted: Wanted) -> tuple[WeightGroup, bool]:
-        reads, parts = wanted.reads, wanted.parts
-        places, layout = self._kept or (None, None)
+    def find(self, reads: Sequence[Projection], layout: Layout) -> Buffer | None:
         held = [getattr(one.weight, "buffer", None) for one in reads if not is_of_codes(one.base)]
-        buffer: Any = (held or [self._checkpoint_buffer])[0]
-        fits = (
-            layout is not None
-            and buffer is not None
-            and _all_lie_in(buffer, reads)
-            and places == _places_of(reads)
-            and layout.has_room(parts)
-        )
-        if not fits:
-            self._checkpoint_buffer = None  # free its memory for the next
-            layout = layout_of(reads[0].weight, parts, wanted.ranks)
-            buffer = _make_fp8(reads, layout, wanted.dtype)
-            self._checkpoint_buffer = buffer if len(held) < len(reads) else None
-            self._kept = _places_of(reads), layout
-            self._buffer = weakref.ref(buffer)
-        assert layout is not None and isinstance(buffer, Fp8Buffer)
-        return layout.bordered(buffer, reads, parts), not fits
+        buffer = (held or [self._kept])[0]
+        return buffer if buffer is not None and _all_lie_in(buffer, reads) else None
 
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _make_fp8(reads: Sequence[Projection], layout: Layout, dtype: torch.dtype) -> Fp8Buffer:
-    codes, scales, originals = [], [], []
-    checkpoint_scales = [scales_of(read.base) for read in reads]
-    for read, its_scales in zip(reads, checkpoint_scales, strict=True):
-        weight, original = read.weight, None
-        if its_scales is not None:
-            coded_weight = checkpoint.rowwise_codes(weight, its_scales)
-        elif isinstance(weight, Fp8Weight):  # made for a smaller rank, or moved
-            coded_weight, original = codes_and_scales(weight.whole()), weight.original
-        else:
-            coded_weight = codes_and_scales(weight.detach())
-            original = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
-        codes.append(coded_weight[0].view(torch.uint8))
-        scales.append(coded_weight[1])
-        originals.append(original)
-    bias = move_biases(reads, layout)
-    together = torch.cat(codes).view(E4M3), torch.cat(scales)
-    buffer = Fp8Buffer(*together, bias, layout.width, dtype)
-    row = 0
-    for read, its_scales, original in zip(reads, checkpoint_scales, originals, strict=True):
-        end = row + len(read.weight)
-        if original is not None:
-            become_fp8(read.weight, buffer, row, original)
-        elif its_scales is not None and checkpoint.may_lie_in_buffer(its_scales):
-            read.weight.data = buffer.weight[row:end]  # the same codes
-        row = end
-    return buffer
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def make(self, wanted: Wanted, layout: Layout) -> Buffer:
+        reads, bases = wanted.reads, [read.base for read in wanted.reads]
+        codes, scales, originals = [], [], []
+        checkpoint_scales = [scales_of(base) for base in bases]
+        for read, its_scales in zip(reads, checkpoint_scales, strict=True):
+            weight, original = read.weight, None
+            if its_scales is not None:
+                coded_weight = checkpoint.rowwise_codes(weight, its_scales)
+            elif isinstance(weight, Fp8Weight):  # made for a smaller rank, or moved
+                coded_weight, original = codes_and_scales(weight.whole()), weight.original
+            else:
+                coded_weight = codes_and_scales(weight.detach())
+                original = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
+            codes.append(coded_weight[0].view(torch.uint8))
+            scales.append(coded_weight[1])
+            originals.append(original)
+        bias = move_biases(reads, layout)
+        together = torch.cat(codes).view(E4M3), torch.cat(scales)
+        buffer = Fp8Buffer(*together, bias, layout.width, wanted.dtype)
+        row = 0
+        for read, its_scales, original in zip(reads, checkpoint_scales, originals, strict=True):
+            end = row + len(read.weight)
+            if original is not None:
+                become_fp8(read.weight, buffer, row, original)
+            elif its_scales is not None and its_scales.block[0] == 1:
+                # with gaps between rows, which the kernels for block scales do not take
+                read.weight.data = buffer.weight[row:end]  # the same codes
+            row = end
+        self._kept = buffer if any(map(is_of_codes, bases)) else None
+        return buffer
 
 
 def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
@@ -126,13 +108,3 @@ def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
             return False
         row += len(weight)
     return True
-
-
-def _places_of(reads: Sequence[Projection]) -> tuple:
-    """Return the places of the biases, and of a checkpoint's codes and scales with their version
-    counters."""
-    biases = tuple(None if bias is None else bias.data_ptr() for bias in map(held_bias, reads))
-    found = ((read.weight, scales_of(read.base)) for read in reads)
-    coded = (t for weight, scales in found if scales for t in (weight, scales.values))
-    versions = ((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in coded)
-    return biases, *versions

@@ -25,14 +25,14 @@ from ..foreign.parallel import keep_from_ddp
 from ..kernels.fp8_rows import E4M3, SIZES, codes_and_scales
 from ..layer.buffer import PlacedWeight
 from ..layer.fp8.buffer import Fp8Buffer
-from .wrapped_weight import SAME, aten, written_of
+from .wrapped_weight import SAME, WrappedWeight, aten, written_of
 
 FP8_DTYPES = (torch.bfloat16,)  # outputs of `_scaled_mm` with row scales
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
 PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear", "mm", "mv", "vdot"}
 
 
-class _Coded(Tensor):
+class _Coded(WrappedWeight):
     """A weight in FP8 or a view of it. steps: how to get this view from the whole weight."""
 
     weight: "Fp8Weight"
@@ -53,9 +53,6 @@ class _Coded(Tensor):
         weight = self.weight
         whole = weight.codes.to(torch.float32) * weight.scales[:, None]
         return self.of(whole.to(weight.dtype))
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return memo.setdefault(id(self), self.exact().clone())
@@ -78,22 +75,20 @@ class _Coded(Tensor):
     def tolist(self):
         return self.exact().tolist()
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ):
-        kwargs = kwargs or {}
+    @staticmethod
+    def run(func: Any, args: Any, kwargs: dict) -> Any:
         first = args[0] if args else None
-        parts = func.decompose(*args, **kwargs)  # in inference_mode nobody has done this yet
-        if parts is not NotImplemented:
-            return parts
         if func is aten.detach_.default:
             return first
         if isinstance(first, Fp8Weight):
             if func in SAME:
                 return Fp8Weight.rows_of(first.buffer, first.row, first.original, first.changes)
             if func is aten.split_with_sizes.default and not any(args[2:]):
-                return first._split(args[1])
+                starts = [sum(args[1][:i]) for i in range(len(args[1]))]
+                return [
+                    Fp8Weight.rows_of(first.buffer, first.row + start, original, first.changes)
+                    for start, original in zip(starts, first.original.split(args[1]), strict=True)
+                ]
         if isinstance(first, _Coded):
             if func.is_view:
                 return _views(first, func, args[1:], kwargs)
@@ -181,15 +176,6 @@ class Fp8Weight(_Coded, PlacedWeight):
 
     def __reduce_ex__(self, _):
         return nn.Parameter, (self.original.to(self.device), self.requires_grad)
-
-    def _split(self, sizes: list[int]) -> list["Fp8Weight"]:
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return [
-            Fp8Weight.rows_of(
-                self.buffer, self.row + start, self.original[start : start + size], self.changes
-            )
-            for start, size in zip(starts, sizes, strict=True)
-        ]
 
     def rewrite(self, whole: Tensor) -> None:
         """Set the original to this, and update the codes."""

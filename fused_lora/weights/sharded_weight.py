@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..layer.buffer import PlacedWeight
 from ..layer.shards import Shard
-from .wrapped_weight import SAME, aten, written_of
+from .wrapped_weight import SAME, WrappedWeight, aten, written_of
 
 NOT_SAVED = (
     "this weight is sharded over ranks and cannot be saved or read from memory: save the adapters "
@@ -22,7 +22,7 @@ NOT_SAVED = (
 )
 
 
-class ShardedWeight(Tensor, PlacedWeight):
+class ShardedWeight(WrappedWeight, PlacedWeight):
     """Rows [row, row + out) of a weight. Each rank has a shard of the whole."""
 
     shard: Shard
@@ -66,9 +66,6 @@ class ShardedWeight(Tensor, PlacedWeight):
     def leave_buffer(self) -> None:
         """Stay as it is: it lies in no buffer."""
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"ShardedWeight({list(self.shape)}, {self.dtype}, {self.device})"
-
     def __deepcopy__(self, memo: dict) -> Tensor:
         copied = ShardedWeight.of(Shard(self.shard.rows.clone(), self.shard.group), self.row)
         return memo.setdefault(id(self), nn.Parameter(copied, requires_grad=False))
@@ -88,14 +85,8 @@ class ShardedWeight(Tensor, PlacedWeight):
                 return _Linear.apply(*args)
             return func(*args, **(kwargs or {}))
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ):
-        kwargs = kwargs or {}
-        parts = func.decompose(*args, **kwargs)  # in inference_mode nobody has done this yet
-        if parts is not NotImplemented:
-            return parts
+    @staticmethod
+    def run(func: Any, args: Any, kwargs: dict) -> Any:
         first: Any = args[0] if args else None
         if func in SAME:
             return ShardedWeight.of(first.shard, first.row, first.shape[0])

@@ -13,6 +13,25 @@ SAME = {aten.detach.default, aten.alias.default}
 Kind = TypeVar("Kind", bound=Tensor)
 
 
+class WrappedWeight(Tensor):
+    """A tensor without memory of its own. A class of it says in `run` what a function does."""
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ):
+        kwargs = kwargs or {}
+        parts = func.decompose(*args, **kwargs)  # in inference_mode nobody has done this yet
+        return cls.run(func, args, kwargs) if parts is NotImplemented else parts
+
+    @staticmethod
+    def run(func: Any, args: Any, kwargs: dict) -> Any:
+        raise NotImplementedError
+
+
 def written_of(kind: type[Kind], func: Any, args: tuple, kwargs: dict) -> list[Kind]:
     """Return the tensors of this kind that a function writes to."""
     given = zip(func._schema.arguments, args, strict=False)

@@ -10,6 +10,7 @@ from cases.reference import assert_within_budget, over_draws, random
 
 from fused_lora import Fusion
 from fused_lora.forwards import layer as adopted
+from fused_lora.forwards.layer_reading import read_whole
 from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.reading.known import inner_norm
 
@@ -56,7 +57,7 @@ def pair(device, fusion=LAYER, **options):
 def operands_of(layer):
     """DecoderLayer's operands after the mask, read from this fused layer as it is now. Moves
     weights that lie elsewhere into new buffers."""
-    return adopted._operands(layer, adopted._read(layer))
+    return adopted.operands_of(layer, read_whole(layer))
 
 
 def operands_of_calls(monkeypatch):

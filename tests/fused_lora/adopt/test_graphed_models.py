@@ -33,8 +33,7 @@ from fused_lora.adopt.graphed_trainer import (
 from fused_lora.forwards.layer import borders_of
 from fused_lora.kernels.documents import is_documents
 from fused_lora.step.graph import EAGER_CALLS
-from fused_lora.step.graphed_module import GraphedModule
-from fused_lora.step.leaves import new_leaves
+from fused_lora.step.graphed_module import GraphedModule, new_leaves
 from fused_lora.weights.four_bit_parts import memories_of
 
 BORDERED, PARTS = Fusion(layer=True, checkpoint="full"), Fusion(**ALL)

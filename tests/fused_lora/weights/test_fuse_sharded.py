@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse, report, shard_base, unfuse
 from fused_lora.reading.projection import Projection
-from fused_lora.weights.default_border import _places_of
+from fused_lora.weights.default_border import places_of_gathered
 
 RANKS = 2
 EVERYTHING = Fusion(**ALL, layer=True)
@@ -229,8 +229,8 @@ def test_a_parameter_is_not_taken_for_a_dead_one_with_its_id():
     def places():
         weight = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
         reads = [Projection(weight, None, weight, weight, 1.0)]
-        found = _places_of(reads, True)
-        assert found == _places_of(reads, True)
+        found = places_of_gathered(reads)
+        assert found == places_of_gathered(reads)
         return id(weight), found
 
     before = {}
