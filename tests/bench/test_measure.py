@@ -1,11 +1,14 @@
 """A rehearsal of each program in dev/measure/."""
 
+import msgspec
 import pytest
-from cases.rehearsal_case import ROOT, WITHOUT_GPU, InThread
+from cases.rehearsal_case import ROOT, WITHOUT_GPU, InThread, few_chats
 from cases.table_case import rows_in
 
 from bench import processes
-from dev.measure import families, trainers
+from dev.measure import families, small_adapters, trainers
+from dev.measure.small_adapter_records import SmallAdapters
+from variants import IN_FP32
 
 pytestmark = WITHOUT_GPU
 TINY = str(ROOT / "configs" / "tiny.json")
@@ -52,6 +55,32 @@ def test_a_trainer_has_a_row_for_each_run(capsys, tmp_path, monkeypatch):
     assert {row["ms without generation"] for row in rows} == {"-"}
 
 
+def test_each_variant_is_held_against_fp32(tmp_path, monkeypatch, capsys):
+    started, bf16 = [], small_adapters.TRAINER
+
+    def run(function, *arguments, on_message, silence_limit_s=None):
+        started.append((function.__name__, *arguments[1:]))
+        function(on_message, *arguments)
+        return processes.Ended(None, "")
+
+    monkeypatch.setattr(processes, "run", run)
+    sizes = {"batches": 1, "pairs": 4, "steps": (1,), "rates": (1e-3,)}
+    monkeypatch.setattr(small_adapters, "REHEARSED", small_adapters.REHEARSED | sizes)
+    asked = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out"),
+             "--data", few_chats(tmp_path), "--variants", bf16]  # fmt: skip
+    assert small_adapters.main(asked) == 0
+    assert started == [("train_adapters",), ("run_variant", IN_FP32), ("run_variant", bf16)]
+    written = (tmp_path / "out" / "small_adapters.json").read_bytes()
+    found = msgspec.json.decode(written, type=SmallAdapters)
+    on_chats, on_pairs = found.adapters
+    # a step of 1e-3 is large enough for bf16 to show it
+    assert found.shares(bf16, on_chats) == [pytest.approx(1.0, abs=0.1)]
+    exact = found.seen_by(IN_FP32, on_pairs)
+    assert sum(exact.chosen) > sum(exact.rejected)
+    assert "| 1e-3 | 1 | 1.0" in (printed := capsys.readouterr().out)
+    assert "| updates | fp32 | vanilla PEFT |" in printed
+
+
 @pytest.mark.parametrize(
     ("program", "asked", "words"),
     [
@@ -59,6 +88,7 @@ def test_a_trainer_has_a_row_for_each_run(capsys, tmp_path, monkeypatch):
         (families, ["nobody"], "nobody: transformers has no such causal language model"),
         (families, ["olmo3", "--set", "hidden=5"], "the configuration of olmo3 has no such value"),
         (trainers, ["--kinds", "DPO", "--runs", trainers.UNSLOTH], "Unsloth is timed in SFT"),
+        (small_adapters, ["--variants", "fused_everything"], "fused_everything: unknown"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(program, asked, words, capsys):
