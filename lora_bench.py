@@ -164,6 +164,7 @@ def report_only(arguments: argparse.Namespace) -> int | None:
 
 def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
     from bench.experiment import expected_time, run_experiment
+    from bench.stages import stages_line
     from bench.terminal import console
     from bench.weights import discard
     from report.commands import (
@@ -193,6 +194,7 @@ def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
     if plan.published:
         console.print(held_against_others(run, path), soft_wrap=True, markup=False)
         console.print(discard(plan.source), soft_wrap=True, markup=False)
+    console.print(stages_line(run), soft_wrap=True)
     console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
     statuses = {cell.status for cell in run.cells}
     if "ok" not in statuses:

@@ -67,9 +67,9 @@ def measure_cells(
 ) -> None:
     """Send a {"cell": ...} for each round and length of `todo`.
 
-    Also sends {"step": n} after each timed step. As signs of life it sends {"did": stage} once a
-    model is built and checked and once it is warm. Stops after a cell that failed or ran out of
-    memory: the next one needs a fresh process.
+    Also sends {"step": n} after each timed step, and {"did": stage} once a model is built and
+    checked and once it is warm. Stops after a cell that failed or ran out of memory: the next one
+    needs a fresh process.
 
     With other variants beside it, each item of `todo` is a separate phase. At an `interleaved`
     length it waits for its turn before the warm-up, before every `plan.interleave` timed steps, and

@@ -18,12 +18,14 @@ from bench.plan import Plan
 from bench.preparing import measure_floor, measure_kernels, prepare_run
 from bench.records import Kernels, Run
 from bench.runner import Cells, Runner, side_by_side
+from bench.stages import Stopwatch
 from bench.terminal import console, progress_bar
 from variants import recipe_of, title_of
 
 
 def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
     """Measure every cell that is still to do and `save` the run after each."""
+    watch = Stopwatch(run)
     todo = cells_to_do(plan, run)
     if todo:
         run.finished_utc = None
@@ -44,6 +46,7 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
         missing_floors = missing_floors_of(plan, run)
         if (todo or missing_floors) and not plan.is_prepared():
             prepare(plan, say)
+            watch.book("weights")
         for precision, lengths in missing_floors.items():
             say(f"floor in {precision}")
 
@@ -52,11 +55,13 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
                 save()
 
             must(isolated.run(measure_floor, plan, precision, lengths, on_message=keep_floor))
-        runner = Runner(plan, run, save_and_finish, advance, say)
+            watch.book("floor")
+        runner = Runner(plan, run, save_and_finish, advance, say, watch)
         while todo:
             if others := others_on_gpu(plan.device, plan.allow_shared_gpu, plan.gpus):
                 raise RuntimeError(others)
             todo = runner.go_on(todo)
+            watch.book("other")
     run.finished_utc = run.finished_utc or now()
     save()
 

@@ -157,7 +157,7 @@ class Floor(Record, omit_defaults=True):
 
 
 class Stages(Record):
-    """The wall time of a run's stages in s. Runs since 29 November 2026 do not record it.
+    """The wall time of a run's stages in s, over all of its commands.
 
     weights: also the parity reference. start: starting processes, loading and checking a model.
     warm_up: also making batches, capture and compilation. steps: timed steps. profile: also the
@@ -219,7 +219,7 @@ class Run(Record):
     rehearsal: made without a GPU, never a performance result. finished_utc: None until all planned
     cells are in. floor: by length, in the base's precision. other_floors: by precision and length,
     of variants that multiply in another one. summary: computed from the cells at every save.
-    stages_s: None in merged runs, and where nothing recorded it.
+    stages_s: None in runs of earlier versions and in merged runs.
     """
 
     schema_version: Literal[2]

@@ -13,6 +13,7 @@ from bench.cells import ENDS_PROCESS, Block, measure_cells, measure_cells_on_gpu
 from bench.options import SHORT, why_unavailable
 from bench.plan import Plan
 from bench.records import Cell, Run
+from bench.stages import Stopwatch, stage_of
 from bench.terminal import show
 from variants import title_of
 
@@ -48,8 +49,9 @@ class Runner:
     """Runs the cells of a plan in order and keeps what they measure.
 
     save: writes the run. advance: called with the tokens of each timed step. say: shows what is
-    going on. longest_interleaved: the longest length at which the GPU may hold a step of every
-    variant. longest_together: the same for one step beside the others' weights.
+    going on. watch: books the time of each stage. longest_interleaved: the longest length at which
+    the GPU may hold a step of every variant. longest_together: the same for one step beside the
+    others' weights.
     """
 
     plan: Plan
@@ -57,6 +59,7 @@ class Runner:
     save: Callable[[], None]
     advance: Callable[[int], None]
     say: Callable[[str], None]
+    watch: Stopwatch
     longest_interleaved: float = inf
     longest_together: float = inf
 
@@ -170,6 +173,7 @@ class Runner:
 
         Raises DoesNotFit if it found no memory beside the others.
         """
+        self.watch.book(stage_of(message))
         if seq_len := message.get("does_not_fit"):
             raise DoesNotFit(seq_len)
         if "cell" in message:

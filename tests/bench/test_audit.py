@@ -16,6 +16,7 @@ from bench.evidence import Library
 from bench.profiler import Profile
 from bench.records import Floor
 from bench.runner import Runner
+from bench.stages import Stopwatch
 from fused_lora.reading.site import Evidence
 from trainer import CudaClock, Timings, Trainer
 from variants import Lora, Recipe
@@ -230,7 +231,7 @@ def test_a_step_faster_than_the_floor_of_its_own_precision_is_an_error(
     }.items():
         run.keep_floors(precision, {512: Floor(ms, [ms])})
     cell = example.timed_cell(variant, 512, 1, [step_ms, step_ms, 9e3])
-    Runner(SimpleNamespace(), run, lambda: None, print, print).keep(cell)
+    Runner(SimpleNamespace(), run, lambda: None, print, print, Stopwatch(run)).keep(cell)
     assert (cell.status == "ok") is is_possible
     assert is_possible or f"{step_ms} ms, less than the {round(step_ms)}.0 ms" in cell.error
 
@@ -239,7 +240,7 @@ def test_losses_that_leave_vanillas_fail_the_cell_that_is_kept():
     run = example.empty()
     run.add(example.timed_cell("vanilla_peft", 64, 1, [1e3] * 2, losses=[2.5, 2.4]))
     cell = example.timed_cell("fused_mlp", 64, 2, [1e3] * 2, losses=[2.5, 2.5], loss_gap=None)
-    Runner(SimpleNamespace(), run, lambda: None, print, print).keep(cell)
+    Runner(SimpleNamespace(), run, lambda: None, print, print, Stopwatch(run)).keep(cell)
     assert (cell.status, run.cells[-1]) == ("parity_failed", cell)
 
 

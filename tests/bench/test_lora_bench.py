@@ -20,6 +20,7 @@ import lora_bench
 from bench import option_checks, options, published
 from bench import processes as isolated
 from bench import results as store
+from bench.stages import stages_line
 
 pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
 
@@ -104,6 +105,7 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
     said = capsys.readouterr().out
     assert "2 x 16 tokens, 3 times a step; 2 variants, 3 steps each: five to ten minutes" in said
     assert "Deleted the random weights of tiny (" in said
+    assert stages_line(saved(tmp_path)) in said
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     results = saved(tmp_path)
     assert (results.experiment.accumulate, results.experiment.lora.rank) == (3, 4)
@@ -112,6 +114,7 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
         assert len(cell.step_ms) == 3 and cell.parity.passed
         assert cell.variant == "vanilla_peft" or cell.loss_gap < 2e-3
         assert row.tokens_per_s == pytest.approx(3 * 2 * 16 / row.median_step_ms * 1000, 1e-4)
+    assert results.stages_s.start > 0 and results.stages_s.steps > 0
     assert lora_bench.main(asked) == 0  # everything exists: it draws no new weights
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 

@@ -16,6 +16,7 @@ from bench import processes as isolated
 from bench import results as store
 from bench.profiler import Profile
 from bench.records import Cell, Parity
+from bench.stages import Stopwatch
 from variants import Lora, Settings
 
 pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
@@ -108,7 +109,7 @@ def make_runner(tmp_path):
         results = example.empty(rehearsal=True, gpu=False, variants=names, seq_lens=[16, 32],
                                 rounds=1, steps=2, tokens={})  # fmt: skip
         save = partial(store.save, tmp_path / "results.json", results)
-        how = save, lambda _: None, lambda _: None
+        how = save, lambda _: None, lambda _: None, Stopwatch(results)
         return runner.Runner(plan(variants=names, **changed), results, *how), results
 
     return make
