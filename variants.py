@@ -3,11 +3,14 @@
 import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-FUSED_PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
+PART_TITLES = {"mlp": "MLP", "attention": "attention", "rope": "RoPE", "rms_norm": "RMSNorm",
+               "cross_entropy": "cross entropy", "checkpoint": "checkpointing"}  # fmt: skip
+FUSED_PARTS = tuple(PART_TITLES)
 # The same with each decoder layer as one function. `rms_norm` then fuses the last norm alone.
 WHOLE_LAYERS = ("layer", "rms_norm", "cross_entropy", "checkpoint")
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -175,12 +178,17 @@ def _both(id: str, title: str, recipe: Recipe, suites: str) -> list[Variant]:
     ]
 
 
-def _all_but(part: str) -> Recipe:
-    return Recipe(fused=tuple(other for other in FUSED_PARTS if other != part))
+def _of_part(id: str, title: str, part: str, fused: tuple[str, ...]) -> list[Variant]:
+    """Make a variant of the suite "parts" that is about one part."""
+    make = _one if part == "checkpoint" else _both  # the part is what others leave out
+    return make(id, title, Recipe(fused=fused), "parts")
 
 
 BASELINE, AGAIN, IN_FP32 = "vanilla_peft", "vanilla_peft_again", "vanilla_peft_fp32"
 WITHOUT = "_no_checkpointing"
+# For each part, the variant that fuses it alone and the one that fuses all the others.
+ALONE = {part: f"fused_{part}" for part in FUSED_PARTS}
+ALL_BUT = {part: f"fused_all_but_{part}" for part in FUSED_PARTS}
 OFFLOAD = Recipe(fused=FUSED_PARTS, checkpointing="offload")
 KEEP_10_GIB = Recipe(fused=FUSED_PARTS, checkpointing="selective", checkpoint_gib=10)
 BF16_ADAPTERS = Recipe(adapter_dtype="bfloat16")
@@ -194,20 +202,14 @@ _RECORDS = [
     *_one("fused_layer_graph_offload", "everything fused",
           replace(OFFLOAD, fused=WHOLE_LAYERS, graph=True), "experiment fastest"),
     # one part alone, and all but one
-    *_both("fused_attention", "fused attention", Recipe(fused=("attention",)), "parts"),
-    *_both("fused_rope", "fused RoPE", Recipe(fused=("rope",)), "parts"),
-    *_both("fused_rms_norm", "fused RMSNorm", Recipe(fused=("rms_norm",)), "parts"),
-    *_both("fused_cross_entropy", "fused cross entropy", Recipe(fused=("cross_entropy",)), "parts"),
-    *_one("fused_checkpoint", "fused checkpointing", Recipe(fused=("checkpoint",)), "parts"),
+    *chain.from_iterable(_of_part(ALONE[part], f"fused {title}", part, (part,))
+                         for part, title in PART_TITLES.items() if part != "mlp"),
     *_both("fused_all", "all parts", Recipe(fused=FUSED_PARTS), "parts peers fastest"),
-    *_both("fused_all_but_mlp", "all parts but the MLP", _all_but("mlp"), "parts"),
-    *_both("fused_all_but_attention", "all parts but attention", _all_but("attention"), "parts"),
-    *_both("fused_all_but_rope", "all parts but RoPE", _all_but("rope"), "parts"),
-    *_both("fused_all_but_rms_norm", "all parts but RMSNorm", _all_but("rms_norm"), "parts"),
-    *_both("fused_all_but_cross_entropy", "all parts but cross entropy",
-           _all_but("cross_entropy"), "parts"),
-    *_one("fused_all_but_checkpoint", "all parts but checkpointing",
-          _all_but("checkpoint"), "parts"),
+    *chain.from_iterable(
+        _of_part(ALL_BUT[part], f"all parts but {'the MLP' if part == 'mlp' else title}", part,
+                 tuple(other for other in FUSED_PARTS if other != part))
+        for part, title in PART_TITLES.items()
+    ),
     # the same without waiting for the host between kernels
     *_both("fused_all_graph", "all parts, CUDA graph",
            Recipe(fused=FUSED_PARTS, graph=True), "parts"),
@@ -254,11 +256,6 @@ RETIRED = {
                 plain_id="fused_bordered", instead="fused_layer")
     for id in ("fused_bordered", "fused_bordered" + WITHOUT)
 }  # fmt: skip
-
-# For each part, the variant that fuses it alone and the one that fuses all the others.
-_ID_BY_RECIPE = {variant.recipe: variant.id for variant in _RECORDS if variant.checkpoints}
-ALONE = {part: _ID_BY_RECIPE[Recipe(fused=(part,))] for part in FUSED_PARTS}
-ALL_BUT = {part: _ID_BY_RECIPE[_all_but(part)] for part in FUSED_PARTS}
 
 SUITES = {
     suite: [variant.id for variant in _RECORDS if suite in variant.suites]

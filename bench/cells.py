@@ -272,7 +272,7 @@ def _measure(
     problems = (
         problem,
         audit.replaced_timekeeper(),
-        audit.hidden_time(timings),
+        audit.hidden_time(timings, on_gpu),
         audit.skipped_updates(timings),
         audit.changed_batches(timings),
         audit.diverged(timings),

@@ -243,6 +243,8 @@ FAULTS = (
     # --- bench ---
     Fault("bench/audit.py", "WALL_SHARE * step_ms + WALL_MS", "WALL_SHARE * step_ms",
           "audit"),
+    Fault("bench/audit.py", "if on_gpu else min(hidden)", "if on_gpu else max(hidden)", "audit"),
+    Fault("bench/audit.py", "median(hidden) if on_gpu", "min(hidden) if on_gpu", "audit"),
     Fault("bench/audit.py", "loss.item() == timings.losses[0]", "loss.item() is None",
           "adversaries"),
     Fault("bench/records.py", "recipe.precision(base) if recipe else base", "base",

@@ -17,6 +17,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 RUNS = {path.stem: [path] for path in EXAMPLES}
 SHARDED = "train_ddp --shard-base"
 RUNS[SHARDED] = [*RUNS["train_ddp"], "--shard-base"]
+RUNS["train_hf --graphs"] = [*RUNS["train_hf"], "--graphs"]
 TRL = ("train_trl", "train_dpo")
 EXTRAS = {"train_qlora": ["examples", "qlora"]}
 

@@ -55,6 +55,13 @@ def test_each_wall_is_held_against_its_own_marks_and_the_median_counts(step_ms, 
     assert found is None if told is None else found.startswith(told) and "\n" not in found
 
 
+def test_a_rehearsal_is_told_of_time_that_every_step_hides():
+    often, always = [500.0, 500.0, 500.0, 100.2], [500.0, 500.0, 500.0, 106.01]
+    for wall_ms, is_told in ((often, False), (always, True)):
+        found = audit.hidden_time(timings(step_ms=[100.0] * 4, wall_ms=wall_ms), on_gpu=False)
+        assert bool(found) is is_told
+
+
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("hides", [None, "on a stream", "in a thread"])

@@ -252,16 +252,8 @@ def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
     out = tmp_path / "out"
     assert "3 other processes compute on the GPU" in bad(capsys, out, *late[:2])
     no_answer = "no row of --data reaches far enough into an answer to train every adapter"
-    for words, *arguments in (
-        ("--seq-lens 2: give", "--seq-lens", "2"),
-        ("--rank 4000: the", "--rank", "4000"),
-        ("xyz: unknown", "--variants", "xyz"),
-        ("no such folder", "--model", "nowhere/at/all"),
-        ("nowhere.jsonl", "--data", "nowhere.jsonl"),
-        ("cannot be written", "--cache", "/proc/x"),
-        (f"--seq-lens 3: {no_answer}; give more, or other --data\n", *late),
-    ):
-        assert words in bad(capsys, out, *arguments)
+    assert "xyz: unknown" in bad(capsys, out, "--variants", "xyz")
+    assert f"--seq-lens 3: {no_answer}; give more, or other --data\n" in bad(capsys, out, *late)
     out.mkdir()
     store.save(out / "results.json", example.run())
     assert "holds another run" in bad(capsys, out, *late[:2])

@@ -115,25 +115,6 @@ def test_a_cell_that_was_disturbed_is_kept_only_if_sharing_is_allowed(run_cells,
 # --- disks and kills ------------------------------------------------------------------------------
 
 
-def test_a_disk_that_fails_leaves_what_was_saved(run_cells, tmp_path, monkeypatch):
-    calls, fsync = [], os.fsync
-
-    def full_at_last(file):
-        calls.append(file)
-        if len(calls) == 4:
-            raise OSError(28, "No space left on device")
-        fsync(file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full_at_last)
-        with pytest.raises(OSError, match="No space left"):
-            run_cells(honest)
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-    before = store.load(tmp_path / "results.json").cells
-    after = run_cells(honest).cells
-    assert len(before) == 2 and after[:2] == before and len(after) == 4
-
-
 def test_a_start_a_day_later_removes_what_a_killed_run_left_and_nothing_that_is_written(tmp_path):
     cache, out = tmp_path / "cache", tmp_path / "out"
     places = [(cache / "models" / "tiny", True), (cache / "parity" / "a.pt", False),

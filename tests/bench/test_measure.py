@@ -2,14 +2,11 @@
 
 import msgspec
 import pytest
-import torch
-from cases.ranks import on_ranks
 from cases.rehearsal_case import ROOT, WITHOUT_GPU, InThread, few_chats
 from cases.table_case import rows_in
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench import processes
-from dev.measure import families, sharded, small_adapters, trainers
+from dev.measure import families, small_adapters, trainers
 from dev.measure.small_adapter_records import SmallAdapters
 from variants import IN_FP32
 
@@ -58,20 +55,6 @@ def test_a_trainer_has_a_row_for_each_run(capsys, tmp_path, monkeypatch):
     assert {row["ms without generation"] for row in rows} == {"-"}
 
 
-def train_checkpoint(rank, device, folder, out):
-    sizes = ["--tokens", "4", "--warm-up", "0", "--steps", "1", "--lora-rank", "2"]
-    asked = sharded.parsed(["--model", str(folder), "--base", "nf4", "--out", str(out), *sizes])
-    return sharded.train_each(asked, torch.device(device))
-
-
-def test_ranks_load_a_checkpoint_in_4_bits_by_shares_and_train_it(tmp_path):
-    config = AutoConfig.from_pretrained(TINY, vocab_size=64)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "whole")
-    for losses in on_ranks(2, train_checkpoint, tmp_path / "whole", tmp_path / "adapters"):
-        assert losses["fused"] == pytest.approx(losses["plain"], rel=1e-2)
-    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
-
-
 def test_each_variant_is_held_against_fp32(tmp_path, monkeypatch, capsys):
     started, bf16 = [], small_adapters.TRAINER
 
@@ -105,7 +88,6 @@ def test_each_variant_is_held_against_fp32(tmp_path, monkeypatch, capsys):
         (families, ["nobody"], "nobody: transformers has no such causal language model"),
         (families, ["olmo3", "--set", "hidden=5"], "the configuration of olmo3 has no such value"),
         (trainers, ["--kinds", "DPO", "--runs", trainers.UNSLOTH], "Unsloth is timed in SFT"),
-        (sharded, ["--model", "nowhere"], "--model nowhere: no such file"),
         (small_adapters, ["--variants", "fused_everything"], "fused_everything: unknown"),
     ],
 )

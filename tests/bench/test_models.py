@@ -214,25 +214,28 @@ def profile_of(variant, built, device, monkeypatch):
     return replace(profile, kernels_seen=dict(launched)) if device == "cpu" else profile
 
 
-@pytest.mark.slow("fused_all-LoRA_MLPBackward")
+@pytest.mark.slow("fused_all-LoRA_MLPBackward-bf16", "nf4")
 @pytest.mark.parametrize(
-    ("variant", "function"),
+    ("variant", "function", "base"),
     [
-        ("fused_layer_no_checkpointing", "DecoderLayerBackward"),
-        ("fused_layer_graph_offload", "DecoderLayerBackward"),
-        ("fused_layer", "DecoderLayerBackward"),
-        ("fp8_lm_head_graph_no_checkpointing", "DecoderLayerBackward"),
-        ("fused_all", "LoRA_MLPBackward"),
+        ("fused_layer_no_checkpointing", "DecoderLayerBackward", "bf16"),
+        ("fused_layer_graph_offload", "DecoderLayerBackward", "bf16"),
+        ("fused_layer", "DecoderLayerBackward", "bf16"),
+        ("fused_layer", "DecoderLayerBackward", "nf4"),
+        ("fp8_lm_head_graph_no_checkpointing", "DecoderLayerBackward", "bf16"),
+        ("fused_all", "LoRA_MLPBackward", "bf16"),
     ],
 )
 def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
-    variant, function, checkpoint, device, monkeypatch
+    variant, function, base, checkpoint, device, monkeypatch
 ):
-    built = make(variant, checkpoint, device)
+    if base == "nf4":
+        pytest.importorskip("bitsandbytes")
+    built = make(variant, checkpoint, device, base=base)
     profile = profile_of(variant, built, device, monkeypatch)
     assert profile.functions_seen[function] == 2  # of two layers
     eager, graph = (replace(recipe_of(variant), graph=is_graph) for is_graph in (False, True))
-    not_run = partial(evidence.not_run, fused_modules=built.fused_modules, on_gpu=True)
+    not_run = partial(evidence.not_run, fused_modules=built.fused_modules, on_gpu=True, base=base)
     assert not_run(eager, profile=profile) is None
     less = replace(profile, functions_seen={**profile.functions_seen, function: 1})
     assert not_run(eager, profile=less).startswith(f"{function} ran 1 times")
@@ -240,21 +243,12 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
     replayed = replace(profile, functions_seen={})
     assert not_run(graph, profile=replayed) is None
     kernels = profile.kernels_seen
-    few = {name: 1 if "_swiglu_backward" in name else kernels[name] for name in kernels}
+    (fewer,) = (
+        SWITCHES["layer"].evidence.kernels_in_4_bits if base == "nf4" else ["_swiglu_backward"]
+    )
+    few = {name: 1 if fewer in name else kernels[name] for name in kernels}
     less = replace(replayed, kernels_seen=few)
     assert " ran 1 times in a step, for 2 modules" in not_run(graph, profile=less)
-
-
-def test_a_layer_on_nf4_proves_that_it_was_dequantised(checkpoint, device, monkeypatch):
-    pytest.importorskip("bitsandbytes")
-    built = make("fused_layer", checkpoint, device, base="nf4")
-    profile = profile_of("fused_layer", built, device, monkeypatch)
-    graph = replace(recipe_of("fused_layer"), graph=True)
-    not_run = partial(evidence.not_run, graph, built.fused_modules, on_gpu=True, base="nf4")
-    assert not_run(profile) is None
-    (kernel,) = SWITCHES["layer"].evidence.kernels_in_4_bits
-    seen = {name: 1 if kernel in name else count for name, count in profile.kernels_seen.items()}
-    assert not_run(replace(profile, kernels_seen=seen)).startswith(f"{kernel} ran 1 times")
 
 
 @pytest.mark.parametrize(
