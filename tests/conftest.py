@@ -9,8 +9,6 @@ import pytest
 import torch
 from cases.alone import turn
 
-from fused_lora.kernels import interpreter
-
 HAS_GPU = torch.cuda.is_available()
 IS_A_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 CACHED = 2**30  # bytes of the GPU that a worker keeps between tests
@@ -19,6 +17,8 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     threads = os.environ.get("TEST_THREADS", "1")
     os.environ["OMP_NUM_THREADS"] = threads  # for processes that tests start: see below
+    from fused_lora.kernels import interpreter  # imports Triton
+
     interpreter.prepare_interpreter()
     from cases.quick_interpreter import make_quick
 
