@@ -5,7 +5,7 @@ import torch
 from cases import qkv_attention_case
 from cases.reference import assert_within_budget, random
 
-from fused_lora.kernels.documents import documents_of, mask_of_documents
+from fused_lora.kernels.documents import documents_of
 
 # lengths of the documents of each row, heads, kv_heads, head_dim
 CASES = {
@@ -142,14 +142,3 @@ def test_bounds():
     documents = documents_of(position_ids)
     assert documents.dtype == torch.int32
     assert documents[:, 0, 0].tolist() == firsts and documents[:, 0, 1].tolist() == ends
-
-
-def test_as_a_mask_they_are_transformers_own(device):
-    from transformers import Qwen2Config
-    from transformers.masking_utils import create_causal_mask
-
-    position_ids = positions_of([[3, 1, 4], [5, 2, 1]])
-    theirs = create_causal_mask(
-        Qwen2Config(attn_implementation="sdpa"), torch.zeros(2, 8, 1), None, None, position_ids
-    )
-    assert torch.equal(mask_of_documents(documents_of(position_ids)), theirs)
