@@ -81,7 +81,7 @@ FAULTS = (
           "grad_hidden * activated * gate_scale", "fp8_codes"),
     Fault("fused_lora/kernels/fp8_logits.py", "- SPACING / 2", "- SPACING", "fp8_head"),
     Fault("fused_mlp/utils.py", "rows.addmm_(z, B.t(), alpha=scaling)",
-          "rows + scaling * (z @ B.t())", "counts"),
+          "rows + scaling * (z @ B.t())", "drawing"),
     Fault("fused_mlp/swiglu.py", "BLOCK_ELEMENTS = 2048", "BLOCK_ELEMENTS = 1024",
           "drawing"),
     Fault("lora.excalidraw", '"text": "834 MB"', '"text": "473 MB"', "drawing"),

@@ -202,7 +202,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
     assert "6 minutes on an H100" in README and round(quick) == 6
     assert release_of("unsloth", suite) == "2026.10.9"
     # what write-ups report for an A100; what a run wants of a card (no run), and one MLP's numbers,
-    # which test_counts holds
+    # which test_drawing holds
     others = {"1.4×", "1.34×", "1.74×"} | {"48 GB", "24 GB", "7 GB", "4.5 GB", "0.79 GB"}
     left = left.replace("8 × 1,024", "")
     assert set(re.findall(r"\d[\d.,]* ?(?:ms|GiB|GB|×|%)", left)) == others

@@ -1,7 +1,5 @@
 """The reference passes of DPO, KTO and GRPO: a fused model without its adapters, or with others."""
 
-import copy
-
 import pytest
 import torch
 from cases import fp8_case, layer_case
@@ -11,9 +9,8 @@ from cases.fp8_case import FP8
 from cases.fused_case import ALL, SHORT, assert_close, functions_of, step
 from cases.graph_case import adamw, graphed
 from cases.layer_case import EVERYTHING, LAYER, operands_of_calls
-from cases.peft_models import MLP_ON, assert_equal, base_model, ids
-from cases.reference import assert_near, assert_within_budget, over_draws, seeded
-from cases.trl_case import logged_by, trainer_of
+from cases.peft_models import MLP_ON, assert_equal, ids
+from cases.reference import assert_near, seeded
 from peft import LoraConfig
 
 from fused_lora import Fusion, fuse, report
@@ -117,45 +114,6 @@ def test_a_checkpoint_recomputes_with_the_adapters_of_its_forward(device):
     assert torch.equal(found, wanted)
 
 
-# --- TRL's trainers -------------------------------------------------------------------------------
-
-ONE_LAYER = {"num_hidden_layers": 1}
-
-
-IN_REWARDS = ("rewards/chosen", "rewards/rejected")
-STARTS = {  # what the first step logs while B is 0, and which numbers of the others are compared
-    "DPO": ({"loss": torch.tensor(2.0).log().item()} | dict.fromkeys(IN_REWARDS, 0.0), IN_REWARDS),
-    "KTO": ({"loss": 0.5, "kl": 0.0} | dict.fromkeys(IN_REWARDS, 0.0), IN_REWARDS),
-    "GRPO": ({"loss": 0.0, "kl": 0.0}, ("entropy",)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error:a fused ")
-@pytest.mark.parametrize("kind", STARTS)
-def test_in_bf16_a_policy_starts_as_its_reference_and_stays_as_near_to_the_truth(
-    kind, tmp_path, device
-):
-    """Base weights in bf16, adapters in fp32, and the autocast that accelerate puts around both."""
-    start, compared = STARTS[kind]
-
-    def logged(is_fused=False, is_truth=False):
-        model = base_model(device, dtype=torch.bfloat16, attn_implementation="sdpa", **ONE_LAYER)
-        model = model.float() if is_truth else model
-        trainer = trainer_of(kind, model, tmp_path, max_steps=3, bf16=not is_truth)
-        if is_fused:
-            fuse(trainer.model)
-        first, *others, _ = logged_by(trainer)
-        assert first | start == first
-        return torch.tensor([entry[name] for entry in others for name in compared])
-
-    def check():
-        found = logged(is_fused=True), logged(), logged(is_truth=True)
-        assert_within_budget(", ".join(compared), *found)
-
-    over_draws(check, first=1)
-
-
 # --- graphs ---------------------------------------------------------------------------------------
 
 
@@ -165,6 +123,9 @@ def disable(model):
 
 def switch(model):
     model.set_adapter("second")
+
+
+ONE_LAYER = {"num_hidden_layers": 1}
 
 
 @pytest.mark.parametrize("change", [disable, switch])
@@ -179,21 +140,6 @@ def test_a_graph_notices_that_adapters_are_off_or_others(change, device):
     change(model)
     with pytest.raises(ValueError, match=r"a parameter is not what it was .* call reset\(\)"):
         step(**batch)
-
-
-def log_probs(model, tokens):
-    """Return the log-probability of each token but the first, [rows, tokens - 1]."""
-    logits = model(input_ids=tokens).logits[:, :-1]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
-
-
-def log_ratios(model, tokens):
-    """Return the log-probabilities of a policy over those of its reference."""
-    policy = log_probs(model, tokens)
-    with torch.no_grad(), model.disable_adapter():
-        reference = log_probs(model, tokens)
-    return policy - reference
 
 
 # --- at real size ---------------------------------------------------------------------------------
@@ -228,22 +174,6 @@ def test_a_policy_of_real_size_is_bit_for_bit_its_reference(fusion, options, len
     fuse(model, fusion)
     with torch.autocast(device, torch.bfloat16):
         assert_is_reference(model, tokens_at_real_size(device, length))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scale", [1.0, 0.03])  # of B
-def test_at_real_size_rewards_are_as_near_to_the_truth_as_plain_peft(scale, device):
-    plain, tokens = at_real_size(device), tokens_at_real_size(device, 256)
-    for name, parameter in plain.named_parameters():
-        if ".lora_B." in name:
-            parameter.data.mul_(scale)
-    fused, truth = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    fuse(fused, EVERYTHING)
-    found = []
-    for model in (fused, plain, truth):
-        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=model is not truth):
-            found.append(log_ratios(model, tokens))
-    assert_within_budget("rewards", *found)
 
 
 def requested_bytes(when):

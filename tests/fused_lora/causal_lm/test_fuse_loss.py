@@ -227,18 +227,6 @@ def test_options_that_the_fused_loss_does_not_know_are_and_it_says_so_once(optio
     assert is_read == (option not in ("label_smoothing", "z_loss", "position_bias")) and not losses
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error:a fused Qwen")
-def test_options_that_the_model_ignores_are_ignored(losses, device):
-    fused, plain, _ = pair(device, Fusion(cross_entropy=True, attention=True, rope=True))
-    options = {
-        "seq_idx": torch.zeros(2, 17, dtype=torch.int32, device=device),
-        "token_type_ids": torch.zeros(2, 17, dtype=torch.int64, device=device),
-        "unknown_option": 3, "label_smoothing": 0.0, "ignore_index": -100, "shift_labels": None,
-    }  # fmt: skip
-    assert assert_right(fused, plain, **options) == len(losses)
-
-
 def test_a_loss_function_of_ones_own_is_reported_and_run_with_its_options(losses, device):
     fused, plain, _ = pair(device, LOSS)
     for model in (fused, plain):

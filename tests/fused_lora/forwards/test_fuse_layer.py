@@ -7,7 +7,6 @@ import torch
 from cases.fused_case import (
     SHORT,
     assert_close,
-    assert_right,
     assert_same,
     step,
 )
@@ -57,17 +56,6 @@ def test_a_layer_takes_its_inputs_by_position(fusion, device):
     assert_near(*outputs, 1e-5)
     with pytest.raises(TypeError, match="by position, got 40"):
         layer_of(fused)(hidden, *[None] * 39)
-
-
-@pytest.mark.slow
-def test_layers_join_every_other_part_in_bf16_where_they_run_again(calls, device):
-    fusion = Fusion(**(vars(EVERYTHING) | {"checkpoint": "full"}))
-    fused, plain, done = pair(device, fusion, dtype=torch.bfloat16)
-    norm, loss = ["base_model.model.model.norm"], ["base_model.model"]
-    parts = {"rms_norm": norm, "cross_entropy": loss, "mlp": [], "attention": [], "rope": []}
-    assert done.fused == {"layer": NAMES, "checkpoint": NAMES, **parts} and not done.left
-    assert_right(fused, plain, autocast=True, length=9)
-    assert len(calls) == 3 * 3  # with a fused loss the last one of two runs once
 
 
 @pytest.mark.slow("ours")

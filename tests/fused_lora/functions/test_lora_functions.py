@@ -159,13 +159,6 @@ def test_a_mask_to_add_in_fp32_is_taken_under_autocast(device):
     assert_right(operation, case, got, eager)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("positions", [64, 100, 130, 600])
-def test_every_backend_of_a_gpu_is_right(positions, device):
-    operation = OPERATIONS[ATTENTION]
-    assert_right(operation, operation.case(device, shape=(2, positions), kind="heads of 64"))
-
-
 def test_a_bf16_gradient_takes_no_precision_from_an_fp32_one(device):
     """Use one cast for the three dA: it must keep the precision of their widest dtype."""
     operation = OPERATIONS[QKV]

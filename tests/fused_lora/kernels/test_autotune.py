@@ -20,7 +20,6 @@ from fused_lora.kernels import (
     swiglu_products_forward,
 )
 from fused_lora.kernels.autotune import fastest
-from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
 from fused_lora.kernels.tiling import Tiling
 
 SHIPPED = Tiling(rows=16, columns=32, splits=2, warps=4, stages=3)
@@ -203,17 +202,3 @@ def test_a_kernel_chooses_on_this_gpu_and_is_right_and_repeats_itself(kernel, de
     assert [chosen] == list(autotune.CHOSEN.items())
     assert_right(one, budget, truth)
     assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
-
-
-@pytest.mark.gpu
-def test_a_graph_is_captured_with_what_was_chosen_before_and_chooses_nothing(device, monkeypatch):
-    gate_up, A = forward_case.make("whole tiles", torch.bfloat16, device)
-    want = swiglu_forward_product(gate_up, A, None)  # with the shipped tiling
-    monkeypatch.setattr(autotune, "MEASURED_ON", set())
-    for chosen in range(2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            z = swiglu_forward_product(gate_up, A, None)
-        graph.replay()
-        assert len(autotune.CHOSEN) == chosen and torch.equal(z, want)
-        want = swiglu_forward_product(gate_up, A, None)  # chooses

@@ -1,11 +1,7 @@
 """Dequantize4bit against PyTorch and against bitsandbytes: the same roundings, so the same bits."""
 
 import copy
-import shutil
-import subprocess
-import sys
 from itertools import count, cycle, product
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ from cases.operands import BF16, DTYPES, FP16, FP32
 from cases.reference import random, seeded
 from cases.refusal import apart, assert_refused, on_meta
 
-import fused_mlp
 from fused_lora.kernels import dequantize_4bit as module
 from fused_lora.kernels.dequantize_4bit import MAX_TABLES, Dequantize4bit, dequantize_4bit
 from fused_lora.kernels.packed_4bit import Nested, Packed4bit
@@ -231,46 +226,6 @@ def test_what_does_not_fit_is_a_value_error_and_writes_nothing(changes, message,
     assert_refused(dequantize_4bit, given, changes, message)
     assert all((t == 7).all() for t in rows)
     dequantize_4bit([], [])  # nothing to do
-
-
-@pytest.mark.slow
-def test_a_copy_of_its_files_works_beside_fused_mlp_with_torch_and_triton_alone(tmp_path, device):
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(fused_mlp.__file__).parent, tmp_path / "fused_mlp", ignore=ignored)
-    kernels = tmp_path / "fused_lora" / "kernels"
-    kernels.mkdir(parents=True)
-    for name in ("dequantize_4bit", "packed_4bit", "tables"):
-        shutil.copy(Path(module.__file__).with_name(f"{name}.py"), kernels)
-    for folder in (kernels.parent, kernels):
-        (folder / "__init__.py").touch()
-    program = f"""
-import sys
-sys.modules |= dict.fromkeys(("peft", "transformers", "bitsandbytes"))  # cannot be imported
-import torch
-from fused_lora.kernels import dequantize_4bit as module, packed_4bit
-assert module.__file__.startswith({str(tmp_path)!r})
-codes = torch.arange(32, dtype=torch.uint8, device="{device}")
-values, absmax = torch.arange(16.0, device="{device}"), torch.tensor([0.5], device="{device}")
-weight = packed_4bit.Packed4bit(codes, (2, 32), values, absmax, 64, None)
-rows = torch.empty(2, 32, device="{device}")
-module.dequantize_4bit([weight], [rows])
-assert rows.flatten().equal(torch.stack([codes >> 4, codes & 15], 1).flatten() * absmax)
-"""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.gpu
-def test_a_graph_dequantizes_what_the_codes_are_at_its_replay(device):
-    dequantize, weights = Dequantize4bit(), [packed((40, 128), 64, True, device=device)]
-    rows, graph = rows_for(weights, BF16, device), torch.cuda.CUDAGraph()
-    dequantize.write(0, lambda: (weights, rows))
-    with torch.cuda.graph(graph):
-        dequantize.write(0, lambda: (weights, rows))
-    weights[0].codes.add_(1)
-    graph.replay()
-    assert torch.equal(rows[0], eager(weights[0], BF16))
 
 
 @pytest.mark.gpu

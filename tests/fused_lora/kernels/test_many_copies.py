@@ -8,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_lora.kernels import many_copies as module
 from fused_lora.kernels.many_copies import ManyCopies
-from fused_lora.kernels.tables import uploaded
 from fused_mlp.launching import DTYPES
 
 SHAPES = [(8, 64), (71, 3), (1, 1), (1, 5000), (300, 32), (0, 7), (4, 0)]
@@ -176,17 +175,6 @@ def test_the_kernel_is_for_matrices_of_less_than_2_to_the_31_elements(monkeypatc
         small, fits, large = (torch.empty(*s, device="cuda", dtype=torch.half) for s in shapes)
     assert module._has_kernel([small, fits], [small, fits])
     assert not module._has_kernel([small, large], [small, large])
-
-
-@pytest.mark.gpu
-def test_the_host_does_not_wait_for_a_table(device):
-    uploaded([1.0], torch.float32, torch.device(device))  # makes pinned memory
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        table = uploaded([1.0, 2.5], torch.float32, torch.device(device))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert table.tolist() == [1.0, 2.5]
 
 
 @pytest.mark.gpu

@@ -163,19 +163,6 @@ def test_products_give_alone_what_they_give_together(device, monkeypatch):
             assert torch.equal(gradient, next(together))
 
 
-@pytest.mark.parametrize(
-    ("tiling", "programs"),
-    [(SMALL, 20), (Tiling(16, 16, 5, 4, 1), 10**6), (Tiling(32, 128, 8, 4, 4), 1)],
-)
-def test_tiles_do_not_matter(tiling, programs, device, monkeypatch):
-    for name in ("TILING", "TILING_IN_FP32"):
-        monkeypatch.setattr(module, name, tiling)
-    monkeypatch.setattr(module, "PROGRAMS", programs)
-    for dtype in (torch.bfloat16, torch.float32):
-        case = make("odd", dtype, device)
-        assert_exact(fused("odd", case, dtype=torch.float32), "odd", case)
-
-
 class Launches(Kernel):
     """Record the launches: first the sums, then the addition of the partial sums."""
 

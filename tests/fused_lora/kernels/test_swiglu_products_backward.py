@@ -90,15 +90,6 @@ def test_only_what_is_wanted_is_computed(wanted, device):
         assert product is None or torch.equal(product.gradient, gradient)
 
 
-@pytest.mark.parametrize("tiling", [module.BACKWARD_TILING, Tiling(16, 16, 4, 4, 1)])
-def test_tiles_do_not_matter(tiling, device, monkeypatch):
-    operands = make("odd", torch.float32, device)
-    want = eager(*(t.double() for t in operands))
-    monkeypatch.setattr(module, "BACKWARD_TILING", tiling)
-    for got, truth in zip(fused(*operands), want, strict=True):
-        torch.testing.assert_close(got.double(), truth, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("dtype", "rank", "fit"),
     [(torch.bfloat16, 32, 4), (torch.bfloat16, 64, 3), (torch.float32, 64, 1)],

@@ -172,15 +172,10 @@ def test_on_weights_in_4_bits_it_computes_what_these_stand_for(mixer, device):
 
 
 @pytest.mark.gpu
-def test_at_real_sizes_it_is_within_the_error_budget(device):
-    config = {
-        "hidden_size": 512, "intermediate_size": 1536, "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    }  # fmt: skip
-    check(device, (3, 515), config=config, **BF16)
-
-
-@pytest.mark.gpu
-def test_so_is_a_convolution(device):
+@EACH
+def test_at_real_sizes_it_is_within_the_error_budget(mixer, device):
     config = {"hidden_size": 512, "intermediate_size": 1536}
-    check(device, (3, 515), mixer="convolution", config=config, **BF16)
+    if mixer == "delta net":
+        config |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        config |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    check(device, (3, 515), mixer=mixer, config=config, **BF16)

@@ -1,7 +1,6 @@
 """A graph attends with a mask only where the eager step does, or says so."""
 
 import copy
-import re
 import warnings
 from unittest.mock import patch
 
@@ -271,42 +270,3 @@ def test_compiled_layers_are_warned_of():
     model.get_submodule(f"{LAYERS}.0").compile(backend="eager")
     with pytest.warns(UserWarning, match="cannot see the masks of compiled layers"):
         step(**inputs("cpu"))
-
-
-# --- the kernels ----------------------------------------------------------------------------------
-
-
-def attention_kernels(run):
-    """Return the names of the attention kernels in a run, except those that vary with the batch."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    names = {event.key for event in profiler.key_averages()}
-    return {name for name in names if re.search("flash|fmha|cudnn|attention|softmax", name, re.I)}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "fusion",
-    [None, Fusion(**ALL), Fusion(**ALL, layer=True)],
-    ids=["plain", "fused", "whole layers"],
-)
-def test_a_graph_runs_the_kernels_of_the_eager_step(family, fusion, device):
-    sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = peft_model(device, family, torch.bfloat16, config=sizes)
-    if fusion is not None:
-        fuse(model, fusion)
-    step = graphed(model, adamw(model))
-    tokens = torch.randint(0, 90, (2, 1024), device=device)
-
-    def run():
-        step(input_ids=tokens, labels=tokens)
-
-    run()
-    eager = attention_kernels(run)
-    run()  # captures
-    assert captured(step) == 1
-    assert eager and attention_kernels(run) == eager

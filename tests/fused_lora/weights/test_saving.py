@@ -53,10 +53,6 @@ WAYS = {
         lambda model, folder: accelerated(model).save_state(folder),
         lambda model, folder: accelerated(model).load_state(folder),
     ),
-    "accelerator.save_state, unsafe": (
-        lambda model, folder: accelerated(model).save_state(folder, safe_serialization=False),
-        lambda model, folder: accelerated(model).load_state(folder),
-    ),
     "accelerator.save_model": (
         lambda model, folder: accelerated(model).save_model(model, folder),
         lambda model, folder: safetensors.torch.load_model(model, folder / "model.safetensors"),
@@ -83,18 +79,10 @@ WAYS = {
             torch.load(folder / "model", weights_only=False).state_dict()
         ),
     ),
-    "pickle of the state": (
-        lambda model, folder: (folder / "state").write_bytes(pickle.dumps(model.state_dict())),
-        lambda model, folder: model.load_state_dict(pickle.loads((folder / "state").read_bytes())),
-    ),
     "get_model_state_dict": (saved_by_dcp, loaded_by_dcp),
     "DCP in place": (
         lambda model, folder: dcp.save(model.state_dict(), checkpoint_id=folder),
         lambda model, folder: dcp.load(model.state_dict(), checkpoint_id=folder),
-    ),
-    "DCP of the model": (
-        lambda model, folder: dcp.save({"model": model}, checkpoint_id=folder),
-        lambda model, folder: dcp.load({"model": model}, checkpoint_id=folder),
     ),
     "save_pretrained of the model within PEFT": (
         lambda model, folder: model.base_model.model.save_pretrained(folder),
