@@ -74,6 +74,13 @@ def test_adapters_that_are_switched_and_merged_are_as_in_peft(fusion, functions,
     assert report(fused) == done
 
 
+def test_merge_and_unload_gives_what_it_gives_without_fusing(calls, device):
+    fused, plain = (model.merge_and_unload() for model in pair(device, MLP_ON)[:2])
+    assert torch.equal(logits(fused), logits(plain)) and not calls
+    assert unfuse(fused) == ["model", *(f"model.layers.{index}.mlp" for index in range(2))]
+    assert torch.equal(logits(fused), logits(plain))
+
+
 def test_a_batch_of_mixed_adapters_is_as_without_fusing(calls, device):
     fused, plain, _ = pair(device, MLP_ON)
     outputs = []

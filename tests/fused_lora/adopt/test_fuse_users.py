@@ -310,6 +310,16 @@ def test_gradients_are_those_of_the_forward_that_they_belong_to(kind, policy, or
     assert_close(*gradients, 1e-4)
 
 
+def test_an_optimizers_step_before_backward_is_plain_pytorchs_error(device):
+    for model in pair(device)[:2]:
+        loss = loss_of(model)
+        with torch.no_grad():
+            for parameter in adapters(model).values():
+                parameter.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 # --- layers that share ----------------------------------------------------------------------------
 
 

@@ -104,6 +104,13 @@ def test_packed_documents_train_as_they_do_alone(device):
         step(fused, batch)
 
 
+def test_a_routers_loss_is_added(device):
+    config = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    fused, plain = pair(device, NO_LOSS, config=config, **ALONE)
+    batch = padded("left", device)
+    assert_trained_as(step(fused, batch), plain, batch)
+
+
 def train_sinks(model):
     for attention in attentions(model):
         attention.sinks.requires_grad_()

@@ -229,6 +229,18 @@ def test_what_does_not_fit_is_a_value_error_and_writes_nothing(changes, message,
 
 
 @pytest.mark.gpu
+def test_a_graph_dequantizes_what_the_codes_are_at_its_replay(device):
+    dequantize, weights = Dequantize4bit(), [packed((40, 128), 64, True, device=device)]
+    rows, graph = rows_for(weights, BF16, device), torch.cuda.CUDAGraph()
+    dequantize.write(0, lambda: (weights, rows))
+    with torch.cuda.graph(graph):
+        dequantize.write(0, lambda: (weights, rows))
+    weights[0].codes.add_(1)
+    graph.replay()
+    assert torch.equal(rows[0], eager(weights[0], BF16))
+
+
+@pytest.mark.gpu
 @pytest.mark.alone
 def test_more_than_2_to_the_32_values(device):
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:

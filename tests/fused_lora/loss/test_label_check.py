@@ -47,3 +47,18 @@ def test_a_wrong_label_is_an_error_that_names_it(options, label, device):
         loss(labels)
     assert "\n" not in str(error.value)
     assert loss(labels).isfinite() and loss(labels).isfinite()
+
+
+@pytest.mark.gpu
+def test_nobody_waits_for_it(device):
+    *right, labels = inputs(*TOKENS, dtype=torch.float32, device=device)
+    options = {"bias": right[2], "drop_ignored": False}
+    linear_cross_entropy(*right[:2], labels, **options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linear_cross_entropy(*right[:2], labels.masked_fill(labels == 0, -1), **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match="a label of an earlier batch is -1, outside"):
+        linear_cross_entropy(*right[:2], labels, **options)

@@ -13,6 +13,7 @@ from fused_lora import Fusion
 from fused_lora.loss.cross_entropy import labelled_rows, linear_cross_entropy
 
 WITH_LOSS = Fusion(layer=True, cross_entropy=True)
+FULL = Fusion(checkpoint="full")
 LENGTH = 9
 # Of `step`'s tokens: a row's last has none to predict, and the next one of 3 others is -100.
 TOKENS = 2 * LENGTH
@@ -58,6 +59,15 @@ def test_at_most_so_many_rows(most, device):
         assert got["loss"].isnan()
     else:
         assert_close(got, step(plain, length=LENGTH))
+
+
+def test_nothing_labelled_is_as_in_pytorch(device):
+    fused, _, _ = pair(device, WITH_LOSS)
+    tokens = ids(device)
+    loss = fused(input_ids=tokens, labels=torch.full_like(tokens, -100)).loss
+    loss.backward()
+    assert loss.isnan()
+    assert not any(p.grad.any() for p in fused.parameters() if p.grad is not None)
 
 
 def test_labels_that_do_not_fit_are_refused(device):

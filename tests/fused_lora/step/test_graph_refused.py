@@ -4,6 +4,7 @@ trace."""
 import copy
 import gc
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora.foreign.checkpointing import policy_of
+from fused_lora.step import graph as graph_module
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -117,6 +119,29 @@ def test_a_refused_step_adds_nothing_to_gradients(device, change, named, earlier
         train(step, [(batch(7), bool(earlier))])
     for parameter, gradient in zip(trained, before, strict=True):
         assert parameter.grad is gradient or parameter.grad.equal(gradient)
+
+
+@pytest.mark.parametrize("update", [True, False], ids=["update", "micro-batch"])
+def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch, update):
+    """Check everything else after the first launch, and before the second, which alone can do
+    harm."""
+    step, _ = steps(tiny(device))
+    for seed in range(EAGER_CALLS + 1):
+        train(step, [(batch(seed), update)])
+        step.optimizer.zero_grad()
+    (graph,), calls = step._graphs.values(), Mock()
+    launches = ["replay_gradients", *["replay_update"] * update]
+    for owner, name in (
+        (graph_module, "addresses_of"),
+        (graph_module, "worked_on"),
+        *((graph.captured, name) for name in launches),
+    ):
+        noted = Mock(wraps=getattr(owner, name))
+        calls.attach_mock(noted, name)
+        monkeypatch.setattr(owner, name, noted)
+    train(step, [(batch(9), update)])
+    order = ["addresses_of", launches[0], "worked_on", *launches[1:]]
+    assert [name for name, *_ in calls.mock_calls] == order
 
 
 def step_on_thawed(model):

@@ -21,6 +21,8 @@ from peft import LoraConfig
 
 from fused_lora import report, unfuse
 from fused_lora.kernels.fp8_rows import codes_and_scales
+from fused_lora.step.graph_checks import addresses_of
+from fused_lora.weights.fp8_weight import Fp8Weight
 
 pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 
@@ -113,6 +115,11 @@ def test_it_goes_on_in_fp8_with_the_same_weights_after(live, device):
     for name, weight in originals.items():
         assert type(now[name]) is torch.nn.Parameter and now[name].is_contiguous()
         assert_near(now[name], weight, 1e-6, name)
+
+
+@pytest.mark.gpu
+def test_it_goes_on_in_fp8_after_a_visit_to_the_cpu(device):
+    test_it_goes_on_in_fp8_with_the_same_weights_after(lambda m: m.cpu().to(device), device)
 
 
 def assign(weight, value):
@@ -221,6 +228,17 @@ def test_cast_it_is_what_plain_peft_is(after, device):
     fused = after(fused.to(torch.float64))
     unfuse(fused)
     assert_near(logits(fused), logits(plain.to(torch.float64)), 1e-12)
+
+
+@pytest.mark.slow
+def test_a_graph_of_a_step_would_notice_weights_in_other_buffers(device):
+    fused, _, _ = pair(device)
+    addresses = []
+    for cast in (torch.float32, torch.float32, torch.float64):
+        fused.to(cast).to(torch.float32)
+        step(fused, length=SHORT)
+        addresses.append(addresses_of([p for p in fused.parameters() if isinstance(p, Fp8Weight)]))
+    assert addresses[0] == addresses[1] != addresses[2]
 
 
 def test_what_steps_aside_computes_with_what_the_codes_stand_for(device):
