@@ -9,7 +9,7 @@
 Nothing is patched at import, nor on any class or library module.
 """
 
-from .adopt.graphed_trainer import graph_steps
+from .adopt.graph_steps import graph_steps
 from .adopt.shard_base import shard_base
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
 from .loss.log_probs import log_probs

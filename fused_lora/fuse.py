@@ -24,7 +24,7 @@ from .adopt.setting import running_in, set_forwards
 from .adopt.switches import BORDERS, SWITCHES, switches_for
 from .foreign import checkpointing
 from .foreign.checkpointing import layers_of
-from .foreign.forwards import remove_taker, take_back
+from .foreign.ownership import remove_taker, take_back
 from .foreign.parallel import REGISTER, REPLICATE, between_forwards, refuse_data_parallel, reshard
 from .forwards.layer_reading import layer_weights
 from .reading.site import Part
@@ -56,7 +56,7 @@ class Fusion:
     fp8: whole layers with their base weights, and the inputs of these, in FP8 (`layer/fp8/`). This
         is less exact than the model's precision; adapters stay as exact as they are. The original
         weights lie on the host until `unfuse`, where merging and loading change them. Weights of an
-        FP8 checkpoint stay in place (`reading/fp8_checkpoint.py`).
+        FP8 checkpoint stay in place (`weights/fp8_checkpoint.py`).
     fp8_lm_head: the fused loss with the matmuls of its lm_head in FP8 (`fp8_head.py`).
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
         (see `checkpoint.py`) instead of the model's own; "" leaves the model's alone. When a

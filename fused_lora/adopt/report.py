@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ..foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
-from ..foreign.forwards import fused_parts_of
+from ..foreign.ownership import fused_parts_of
 from ..foreign.parallel import between_forwards
 from ..forwards.layer_reading import layer_weights
 from ..reading.projection import BASE_IS_TRAINED, has_adapters

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ..causal_lm.documents import DOCUMENTS, decoder_forward, decoders
-from ..foreign.forwards import (
+from ..foreign.ownership import (
     HeadTaker,
     fused_parts_of,
     has_own_forward,
@@ -17,11 +17,11 @@ from ..foreign.forwards import (
 from ..foreign.parallel import let_shard
 from ..forwards.layer import give_borders
 from ..forwards.mixer_layer import mixers
-from ..reading.fp8_checkpoint import drop_idle_hook
 from ..reading.site import FusedForward, Site
 from ..weights.borders import Border, LayerBorders, borders_of
 from ..weights.default_border import DefaultBorder
 from ..weights.four_bit_parts import memories_of
+from ..weights.fp8_checkpoint import drop_idle_hook
 from ..weights.fp8_weight import keep_fp8_from_ddp
 from ..weights.own_memory import leave_buffers
 from .report import PARTS_SET

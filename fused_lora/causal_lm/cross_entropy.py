@@ -15,9 +15,9 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.loss import loss_utils
 
-from ..foreign.forwards import trl_head_of
 from ..foreign.no_logits import without_logits
 from ..foreign.originals import why_replaced
+from ..foreign.ownership import trl_head_of
 from ..foreign.parallel import between_forwards, call_with, is_fsdp, own_class
 from ..foreign.versions import class_forward
 from ..loss.cross_entropy import linear_cross_entropy

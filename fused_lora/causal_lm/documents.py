@@ -2,10 +2,10 @@
 
 Packed batches (transformers' DataCollatorWithFlattening, TRL's packing and padding_free) have
 position_ids that restart. transformers turns these into a mask, [1, 1, T, T] for a row of T tokens.
-We give the layers the documents' bounds instead (`kernels/documents.py`), and fused attention takes
-those. Layers without attention get a number for each token's document (`mixer_layer.py`). For the
-loss, padded batches become packed ones without the padding. In a graph, where shapes are fixed, a
-row's padding becomes a separate document.
+We give the layers the documents' bounds instead (`kernels/document_bounds.py`), and fused attention
+takes those. Layers without attention get a number for each token's document (`mixer_layer.py`). For
+the loss, padded batches become packed ones without the padding. In a graph, where shapes are fixed,
+a row's padding becomes a separate document.
 """
 
 import sys
@@ -20,9 +20,9 @@ from transformers import masking_utils
 from fused_mlp.launching import is_capturing
 from fused_mlp.utils import compute_dtype
 
-from ..foreign.forwards import fused_parts_of
 from ..foreign.hooks import has_hooks
 from ..foreign.originals import why_replaced
+from ..foreign.ownership import fused_parts_of
 from ..foreign.versions import class_forward, is_checkpointed
 from ..forwards.attend import has_sinks, rotates, window_of
 from ..forwards.attention import output_of, read_qkv, why_not_as_one, why_not_sdpa
@@ -30,7 +30,7 @@ from ..forwards.layer_reading import takes_attention
 from ..forwards.linear import read_output
 from ..forwards.mixer_layer import check_apart, keeps_apart
 from ..kernels.causal_attention import fits_heads
-from ..kernels.documents import documents_of, is_documents, seq_idx_of
+from ..kernels.document_bounds import documents_of, is_documents, seq_idx_of
 from ..loss.label_check import IGNORED
 from ..reading.known import known_form
 from ..reading.projection import why_call

@@ -6,7 +6,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ..foreign.forwards import trl_head_of
+from ..foreign.ownership import trl_head_of
 from ..foreign.parallel import call_with
 from ..foreign.trl_head import UTILS
 from ..loss.label_check import IGNORED, note

@@ -16,7 +16,7 @@ from ..foreign.originals import why_replaced
 from ..foreign.versions import IS_NAMED_CACHE
 from ..functions.rope import rope
 from ..kernels.causal_attention import fits_heads
-from ..kernels.documents import is_documents, mask_of_documents
+from ..kernels.document_bounds import is_documents, mask_of_documents
 from ..reading.aside import say_once
 from ..reading.known import known_form
 from ..reading.projection import CAST

@@ -12,8 +12,8 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..foreign.forwards import fused_parts_of
 from ..foreign.originals import why_replaced
+from ..foreign.ownership import fused_parts_of
 from ..functions.lora_attention import FrozenAttention, LoRA_Attention
 from ..functions.lora_linear import FrozenQKV, LoRA_QKV
 from ..kernels.head_norms import HeadNorms

@@ -15,8 +15,8 @@ from transformers.integrations import moe
 
 from fused_mlp.utils import compute_dtype
 
-from ..foreign.forwards import why_not_own_forward
 from ..foreign.originals import why_not, why_patched
+from ..foreign.ownership import why_not_own_forward
 from ..functions.lora_experts import FrozenExperts, LoRA_Experts, why_not_sizes
 from ..kernels.routed_rows import SWIGLU, ClampedGate
 from ..reading.aside import step_aside

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..foreign.forwards import fused_parts_of
+from ..foreign.ownership import fused_parts_of
 from ..foreign.parallel import FLATTENED, is_dtensor, may_shard_later
 from ..foreign.versions import CACHE, by_name, class_forward
 from ..kernels.rows import Handover

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fused_mlp.launching import DTYPES
 from fused_mlp.utils import compute_dtype
 
-from ..foreign.forwards import fused_parts_of
+from ..foreign.ownership import fused_parts_of
 from ..foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
 from ..foreign.versions import CACHE
 from ..reading.aside import why_unloaded

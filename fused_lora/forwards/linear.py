@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..foreign.forwards import why_not_own_forward
+from ..foreign.ownership import why_not_own_forward
 from ..functions.lora_linear import FrozenLinear, LoRA_W
 from ..reading.aside import step_aside, why_unloaded
 from ..reading.projection import (

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..foreign.forwards import fused_parts_of, why_not_own_forward
+from ..foreign.ownership import fused_parts_of, why_not_own_forward
 from ..layer.mixer_ends import ShortConvEnds
 from ..layer.mixer_layer import AfterMixer, BeforeMixer, MixerEnds
 from ..layer.operands import FrozenLayer

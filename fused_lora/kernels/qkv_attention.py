@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import causal_attention
 from .causal_attention import Attention, causal_attention_forward
 from .causal_attention_backward import causal_attention_backward
-from .documents import is_documents, mask_of_documents
+from .document_bounds import is_documents, mask_of_documents
 from .qkv_rope import rope_backward, rotate_back, split_heads
 from .rows import as_rows
 
@@ -69,8 +69,8 @@ def attention_forward(
         attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     qkv is [batch * positions, (heads + 2 kv_heads) head_dim], q and k in it rotated; mask is None,
-    for causal, documents (`documents.py`), or what scaled_dot_product_attention takes. sinks: as
-    `causal_attention_forward` has them.
+    for causal, documents (`document_bounds.py`), or what scaled_dot_product_attention takes.
+    sinks: as `causal_attention_forward` has them.
 
     Raises:
         ValueError: there are sinks, or a window without documents, and our kernels cannot run.

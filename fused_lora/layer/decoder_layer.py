@@ -83,8 +83,8 @@ from ..kernels.rows import as_rows, empty_rows
 from ..rerun import has_kept, once_as_record, restore, store
 from .adapter_sums import AdapterSums
 from .attention_gradient import attention_gradient
-from .forward import add_attention, add_mlp, norm_and_rotate
 from .gradients import LayerBackward, LayerInput
+from .halves import add_attention, add_mlp, norm_and_rotate
 from .operands import (
     Adapters,
     Trained,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..functions.causal_conv import Conv, causal_conv_backward, causal_conv_forward
 from ..functions.gated_norm import gated_rms_norm_backward, gated_rms_norm_forward
-from ..kernels.documents import begins_of
+from ..kernels.document_bounds import begins_of
 
 # A logarithm of a decay that leaves nothing: exp of it is 0 in fp32, below half the smallest number
 # (-104). A larger one would cost the differences of the sums of decays more digits.

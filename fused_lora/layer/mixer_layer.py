@@ -34,8 +34,8 @@ from ..rerun import once_as_record, restore, store
 from .adapter_sums import AdapterSums
 from .buffer import ProductInput
 from .filling import Adapter, adapters_of
-from .forward import add_mlp, add_o, rows_for_o
 from .gradients import LayerBackward, LayerInput
+from .halves import add_mlp, add_o, rows_for_o
 from .operands import (
     AdaptersAfterAttention,
     Dropouts,

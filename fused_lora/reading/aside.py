@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..foreign.checkpointing import IN_EVAL_MODE, layers_of, why_not_checkpointed
-from ..foreign.forwards import HOOKED, has_lora, owner_of, trl_head_of
+from ..foreign.ownership import HOOKED, has_lora, owner_of, trl_head_of
 from ..foreign.trl_head import trl_forward
 from ..foreign.versions import as_named, class_forward
 from ..telling import warn

@@ -6,8 +6,8 @@ from typing import Any
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ..foreign.forwards import why_not_own_forward
 from ..foreign.originals import why_patched, why_replaced
+from ..foreign.ownership import why_not_own_forward
 from ..foreign.parallel import own_class
 from .families import CALLED, FORMS, KNOWN_TO, METHODS, WHY_NOT_WHOLE
 from .forms import LayerForm

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from fused_mlp.dropout import draw_seed
 from fused_mlp.launching import DTYPES, is_capturing
 
-from ..foreign.forwards import STAND_IN, fused_parts_of, has_own_forward, why_not_own_forward
 from ..foreign.hooks import has_hooks
 from ..foreign.originals import why_patched
+from ..foreign.ownership import STAND_IN, fused_parts_of, has_own_forward, why_not_own_forward
 from ..foreign.parallel import (
     APART,
     JOINED,
@@ -32,8 +32,8 @@ from ..kernels.fp8_rows import E4M3
 from ..layer.buffer import PlacedWeight
 from ..rerun import once
 from ..step.settings import ADAPTERS, MERGED
+from .codes import COMPRESSED, is_of_codes
 from .four_bit import is_4bit, is_4bit_lora, stand_in_for, why_not_4bit
-from .fp8_checkpoint import COMPRESSED, is_of_codes
 from .refusal import Refusal, refuse
 
 # what decides which adapters run, and how

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fused_mlp.launching import is_interpreted
 from fused_mlp.swiglu import _swiglu_forward_kernel
 
-from ..foreign.forwards import BOUND_TO_THE_MODEL, Owner
+from ..foreign.ownership import BOUND_TO_THE_MODEL, Owner
 from ..foreign.versions import (
     CHECKPOINTED_BY_FORWARD,
     NO_CACHE,

@@ -7,7 +7,7 @@ Without attention_mask and position_ids among a step's inputs, shapes alone deci
 needs a mask. If it needed none eagerly, it needs none in the graph.
 
 With all attention fused, position_ids do no harm: in the graph its kernels take the bounds of
-whatever documents there are (`kernels/documents.py`). With the loss fused as well, an
+whatever documents there are (`kernels/document_bounds.py`). With the loss fused as well, an
 attention_mask does no harm either, if the eager calls had padding on which no label depends: the
 graph treats a row's padding as a separate document. A graph cannot look at a mask, so the model
 called in a step finds notes (`padding_seen`): it writes down what it sees in eager calls, and reads
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.documents import is_documents
+from ..kernels.document_bounds import is_documents
 from ..telling import warn
 from .hooks import Bystander
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fused_mlp.launching import is_capturing
 
-from ..foreign.forwards import owner_of
+from ..foreign.ownership import owner_of
 from ..kernels.rows import empty_rows
 from ..layer.buffer import Buffer, WeightGroup
 from ..layer.filling import Filling

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fused_mlp.launching import is_capturing
 from fused_mlp.utils import compute_dtype
 
-from ..foreign.forwards import HOOKED, owner_of
+from ..foreign.ownership import HOOKED, owner_of
 from ..kernels.dequantize_4bit import Dequantize4bit
 from ..kernels.packed_4bit import Packed4bit
 from ..layer.scratch import SERIALS, Scratch

@@ -9,10 +9,10 @@ from ..foreign.parallel import is_dtensor
 from ..kernels.fp8_rows import E4M3, codes_and_scales
 from ..layer.buffer import Buffer
 from ..layer.fp8.buffer import Fp8Buffer
-from ..reading import fp8_checkpoint as checkpoint
+from ..reading.codes import is_of_codes, scales_of, why_not_codes
 from ..reading.four_bit import is_4bit
-from ..reading.fp8_checkpoint import is_of_codes, scales_of
 from ..reading.projection import Projection
+from . import fp8_checkpoint as checkpoint
 from .borders import Border, Layout, Wanted, held_bias, move_biases
 from .fp8_weight import Fp8Weight, become_fp8, why_not_in_fp8
 from .own_memory import let_save
@@ -40,7 +40,7 @@ class Fp8Border(Border):
     def why_not_base(base: nn.Module) -> str | None:
         if is_4bit(base):
             return "its weight is in 4 bits: leave fp8 out"
-        return checkpoint.why_not_codes(base) if is_of_codes(base) else Border.why_not_base(base)
+        return why_not_codes(base) if is_of_codes(base) else Border.why_not_base(base)
 
     @staticmethod
     def take_in(base: nn.Linear) -> None:

@@ -20,7 +20,7 @@ from cases.reference import (
 
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora.forwards.attend import mask_for_attention, window_of
-from fused_lora.kernels.documents import documents_of
+from fused_lora.kernels.document_bounds import documents_of
 from fused_lora.layer.decoder_layer import DecoderLayer
 
 EVERY = pytest.mark.parametrize("name", FAMILIES)

@@ -21,7 +21,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.foreign.checkpointing import policy_of
 from fused_lora.kernels.causal_attention import fits_heads
-from fused_lora.kernels.documents import is_documents
+from fused_lora.kernels.document_bounds import is_documents
 
 WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint="full")
 ONE_LAYER = {"num_hidden_layers": 1}

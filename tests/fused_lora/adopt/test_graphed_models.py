@@ -26,12 +26,9 @@ from cases.peft_models import ids
 from cases.reference import assert_near, relative_error
 
 from fused_lora import Fusion, fuse
-from fused_lora.adopt.graphed_trainer import (
-    _decoder_in,
-    _forget_memory,
-)
+from fused_lora.adopt.graph_steps import _decoder_in, _forget_memory
 from fused_lora.forwards.layer import borders_of
-from fused_lora.kernels.documents import is_documents
+from fused_lora.kernels.document_bounds import is_documents
 from fused_lora.step.graph import EAGER_CALLS
 from fused_lora.step.graphed_module import GraphedModule, new_leaves
 from fused_lora.weights.four_bit_parts import memories_of

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize, prune
 
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.forwards.layer import borders_of
-from fused_lora.layer import forward
+from fused_lora.layer import halves as forward
 from fused_lora.layer.buffer import Buffer
 
 

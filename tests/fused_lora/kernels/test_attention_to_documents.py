@@ -5,7 +5,7 @@ import torch
 from cases import qkv_attention_case
 from cases.reference import assert_within_budget, random
 
-from fused_lora.kernels.documents import documents_of
+from fused_lora.kernels.document_bounds import documents_of
 
 # lengths of the documents of each row, heads, kv_heads, head_dim
 CASES = {

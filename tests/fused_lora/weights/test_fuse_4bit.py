@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.causal_lm.documents import takes_documents
-from fused_lora.foreign.forwards import owner_of
+from fused_lora.foreign.ownership import owner_of
 from fused_lora.forwards.layer import borders_of
 from fused_lora.kernels.dequantize_4bit import Dequantize4bit
 
