@@ -275,12 +275,12 @@ def _documents(
     ]
     for group in _endless(pack([len(one.input_ids) for one in cut], tokens), order):
         examples = [cut[place] for place in group]
-        if filler := tokens - sum(len(one.input_ids) for one in examples):
+        if filler := tokens - sum(len(example.input_ids) for example in examples):
             examples.append(TokenizedExample([pad_id] * filler, [IGNORED] * filler))
-        ids = [token for one in examples for token in one.input_ids]
+        ids = [token for example in examples for token in example.input_ids]
         # nothing predicts a document's first token
-        labels = [label for one in examples for label in (IGNORED, *one.labels[1:])]
-        lengths = torch.tensor([len(one.input_ids) for one in examples], dtype=torch.int32)
+        labels = [label for example in examples for label in (IGNORED, *example.labels[1:])]
+        lengths = torch.tensor([len(example.input_ids) for example in examples], dtype=torch.int32)
         places = torch.cat([torch.arange(length) for length in lengths])
         yield Batch(
             torch.tensor([ids]), torch.tensor([labels]), position_ids=places[None],

@@ -18,7 +18,9 @@ E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 @contextmanager
 def fp8_products(model: nn.Module) -> Iterator[None]:
     """Let every base layer under an adapter multiply FP8 codes, forward and backward."""
-    bases: list[Any] = [one.base_layer for one in model.modules() if hasattr(one, "base_layer")]
+    bases: list[Any] = [
+        module.base_layer for module in model.modules() if hasattr(module, "base_layer")
+    ]
     for base in bases:
         base.forward = partial(_run, base)
     try:

@@ -398,7 +398,7 @@ FAULTS = (
     Fault("bench/records.py", "cell.round: median(times)", "cell.round: min(times)",
           "summary"),
     # --- the root ---
-    Fault("batches.py", "(IGNORED, *one.labels[1:])", "one.labels", "batches"),
+    Fault("batches.py", "(IGNORED, *example.labels[1:])", "example.labels", "batches"),
     Fault("trainer.py", "else loss / self.accumulate)", "else loss)", "trainer"),
     Fault("trainer.py", "group.size() > 1", "group.size() > 2", "several_gpus"),
     Fault("models.py", '"lora_alpha": lora.alpha', '"lora_alpha": lora.rank', "models"),
@@ -461,5 +461,16 @@ FAULTS = (
     Fault("fused_lora/adopt/switches.py", "NORMS, without_backward=1", "NORMS", "fuse"),
     Fault("report/statistics.py", "max(peaks) / 2**30", "min(peaks) / 2**30", "summary"),
     Fault("models.py", "seq_len >= 512", "seq_len > 512", "models"),
+    # --- found by somebody who had not looked at the tests ---
+    Fault("bench/option_checks.py", "steps // rounds * rows * longest", "steps * rows * longest",
+          "command_line"),
+    Fault("variants.py", "set(targets) <= set(elsewhere)", "set(targets) < set(elsewhere)",
+          "command_line"),
+    Fault("fused_lora/layer/fp8/buffer.py", "total.add_(bias, alpha=multiplier)",
+          "total.add_(bias)", "fuse_fp8"),
+    Fault("fused_lora/packing.py", "-(-given[\"input_ids\"].numel() // self.tokens) * self.tokens",
+          "(given[\"input_ids\"].numel() // self.tokens + 1) * self.tokens", "fuse_documents"),
+    Fault("fused_lora/forwards/attend.py", "dropout_of(attention) if attention.training else",
+          "dropout_of(attention) if not attention.training else", "fuse_attention"),
 )
 # fmt: on

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[1]
-FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?::.+?)(?: - .*)?$", re.MULTILINE)
 
 
 def with_fault(text: str, fault: Fault) -> str:

@@ -31,7 +31,7 @@ def packed_share(asked: argparse.Namespace, device: str) -> Iterator[dict[str, t
     """Pack this rank's share of the chats into rows of one size, again and again."""
     tokenizer: Any = AutoTokenizer.from_pretrained(asked.model)
     chats = load_dataset("json", data_files=asked.data, split="train").shard(RANKS, RANK)
-    texts = [tokenizer.apply_chat_template(one, tokenize=False) for one in chats["messages"]]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats["messages"]]
     budget = asked.batch_size * asked.tokens
     ids = [one[:budget] for one in tokenizer(texts)["input_ids"]]
     while True:

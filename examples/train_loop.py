@@ -29,7 +29,7 @@ def batches(asked: argparse.Namespace, device: str) -> Iterator[dict[str, torch.
     """Pack whole chats into rows of one size, again and again: one graph takes all rows."""
     tokenizer: Any = AutoTokenizer.from_pretrained(asked.model)
     chats = load_dataset("json", data_files=asked.data, split="train")
-    texts = [tokenizer.apply_chat_template(one, tokenize=False) for one in chats["messages"]]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats["messages"]]
     budget = asked.batch_size * asked.tokens
     ids = [one[:budget] for one in tokenizer(texts)["input_ids"]]
     collate = DataCollatorWithFlattening()

@@ -32,7 +32,7 @@ def packed_rows(model: str, data: str, size: int) -> list[dict[str, torch.Tensor
     """Pack whole chats into rows of one size."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     chats = load_dataset("json", data_files=data, split="train")
-    texts = [tokenizer.apply_chat_template(one, tokenize=False) for one in chats["messages"]]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats["messages"]]
     chats = [{"input_ids": one[:size]} for one in tokenizer(texts)["input_ids"]]
     groups = pack([len(chat["input_ids"]) for chat in chats], size)
     return [fill_row(Flattening()([chats[i] for i in group]), size) for group in groups]

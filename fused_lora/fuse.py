@@ -206,7 +206,7 @@ def _has_room(layer: nn.Module) -> bool:
     free_bytes, _ = torch.cuda.mem_get_info(weights[0].device)
     # 4 bits are multiplied in 16
     return free_bytes > 2 * sum(
-        one.nbytes * (4 if type(one).__name__ == "Params4bit" else 1) for one in weights
+        weight.nbytes * (4 if type(weight).__name__ == "Params4bit" else 1) for weight in weights
     )
 
 

@@ -132,9 +132,9 @@ class LoRA_MLP(torch.autograd.Function):
         biases, frozen = split_frozen("LoRA_MLP", rest, FrozenMLP)
         dtype = compute_dtype(x)
         _check(x, dtype, (gate_A, gate_B, up_A, up_B, down_A, down_B), biases, frozen)
-        ctx.dtypes_of_biases = [None if one is None else one.dtype for one in biases]
+        ctx.dtypes_of_biases = [None if bias is None else bias.dtype for bias in biases]
         gate_bias, up_bias, down_bias = (
-            None if one is None else one.to(dtype) for one in biases or (None, None, None)
+            None if bias is None else bias.to(dtype) for bias in biases or (None, None, None)
         )
         ctx.shape_of_x, ctx.dtype_of_x = x.shape, x.dtype
         ctx.dtypes_of_both = [t.dtype for t in (gate_A, gate_B, up_A, up_B)]

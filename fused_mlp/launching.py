@@ -81,7 +81,7 @@ def _known_as(
     CUDA about each tensor, but takes an address as it is.
     """
     if id(kernel) not in _counts:
-        places = frozenset(one.num for one in kernel.params if one.do_not_specialize)
+        places = frozenset(param.num for param in kernel.params if param.do_not_specialize)
         _counts[id(kernel)] = kernel, places
     counts = _counts[id(kernel)][1]
     key: list[Any] = [id(kernel), device, *options.items()]

@@ -131,7 +131,10 @@ def update_pages(root: Path, parts: dict[str, str]) -> list[Path]:
     Raises ValueError if a part has no place or several, or a place has no part.
     """
     folders = (root / "docs", root / "fused_lora" / "docs")
-    paths = [root / "README.md", *(page for one in folders for page in sorted(one.glob("*.md")))]
+    paths = [
+        root / "README.md",
+        *(page for folder in folders for page in sorted(folder.glob("*.md"))),
+    ]
     texts = {path: path.read_bytes().decode() for path in paths}
     after = dict(texts)
     for name, part in parts.items():

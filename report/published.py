@@ -79,7 +79,7 @@ def published_section(runs: Mapping[str, Run], footnotes: Iterable[Footnote] = (
     gpus = " and ".join(dict.fromkeys(f"one {setting.gpu}" for setting in settings))
     pages = dict.fromkeys(setting.page for setting in settings)
     sources = [f"- [{page.name}]({page.url}), {page.date}" for page in pages]
-    sources += [f"- {one.model}: {one.differs}." for one in settings if one.differs]
+    sources += [f"- {setting.model}: {setting.differs}." for setting in settings if setting.differs]
     marked = [one.footnote for one in measured if one.footnote]
     return "\n\n".join([
         _claims_table(measured),

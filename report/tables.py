@@ -217,7 +217,7 @@ def _floor_table(run: Run) -> str:
         Column("× floor and recomputation", over_recomputation),
         PEAK,
     ]
-    said = [one for one in columns if any(one.words(row) for row in rows.values())]
+    said = [column for column in columns if any(column.words(row) for row in rows.values())]
     return table(said, rows.values())
 
 

@@ -60,7 +60,7 @@ def test_an_example_trains_prints_both_speeds_and_saves(run, tiny, tmp_path, mon
         printed = ran.stdout
     else:
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(sys, "argv", [str(one) for one in (example, *options)])
+        monkeypatch.setattr(sys, "argv", [str(option) for option in (example, *options)])
         runpy.run_path(str(example), run_name="__main__")
         printed = capsys.readouterr().out
     interprets = example.stem in TRL or not started_alone
@@ -118,7 +118,7 @@ def test_the_notebook_runs_from_top_to_bottom_and_holds_no_output(nf4, tiny, tmp
     for cell in cells:
         exec("".join(cell["source"]), names)
     printed = capsys.readouterr().out
-    assert nf4 == any("Linear4bit" in type(one).__name__ for one in names["model"].modules())
+    assert nf4 == any("Linear4bit" in type(module).__name__ for module in names["model"].modules())
     assert "layer: 2 of 2 layers fused" in printed
     assert re.search(r"^fused: .* times vanilla PEFT$", printed, re.M)
     assert (tmp_path / "adapter_model.safetensors").is_file()

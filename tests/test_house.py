@@ -143,10 +143,10 @@ def texts(node, most):
 def test_messages_of_fuse_fit_two_lines_of_80_columns():
     """An error of `fuse`, a warning or the report quotes the reason, which has to leave room."""
     found = [
-        one
+        text
         for path, tree in modules()
         if str(path).startswith(MESSAGES)
-        for one in texts(tree, REASON if path.parts[1] in REASONED else TWO_LINES)
+        for text in texts(tree, REASON if path.parts[1] in REASONED else TWO_LINES)
     ]
     assert sum(" " in text for text, _ in found) > 100
     assert not [text for text, most in found if len(text) > most]

@@ -36,7 +36,7 @@ def test_the_wheel_holds_the_two_packages_and_runs_outside_the_tree(tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, check=True)
     checks = tomllib.loads((tree / "pyproject.toml").read_text())["tool"]["mypy"]["exclude"]
     left = {path.relative_to(tree).as_posix() for path in tree.glob("build/lib/*/*.py")}
-    assert left and all(any(re.match(one, path) for one in checks) for path in left)
+    assert left and all(any(re.match(check, path) for check in checks) for path in left)
     assert "/build/" in (ROOT / ".gitignore").read_text().splitlines()
     (wheel,) = tmp_path.glob("fused_lora-*.whl")
     site = tmp_path / "site"

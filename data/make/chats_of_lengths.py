@@ -65,7 +65,10 @@ def ours(most: int = 512) -> list[int]:
     tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
     lines = (HERE / "sft_train.jsonl").read_text(encoding="utf-8").splitlines()
     told = [
-        "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
+        "".join(
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            for message in messages
+        )
         for messages in (json.loads(line)["messages"] for line in lines)
     ]
     encoded = tokenizer.encode_batch(told, add_special_tokens=False)

@@ -178,7 +178,7 @@ def time_family(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace
         from fused_lora import fuse
 
         send(str(fuse(model)))
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = trained[0].device
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=ON_GPU)
     words = min(model.config.get_text_config().vocab_size, MOST_WORDS)
@@ -261,8 +261,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         changed, cache = parse_changes(asked.pairs), asked.cache.resolve()
         sources = {
-            one: write_config(one, asked.layers, changed, cache, asked.experts)
-            for one in asked.families
+            family: write_config(family, asked.layers, changed, cache, asked.experts)
+            for family in asked.families
         }
         draw_weights(sources.values())
     except torch.OutOfMemoryError:

@@ -36,7 +36,7 @@ class Asked(msgspec.Struct, frozen=True):
     def chats(self) -> tuple[list[Batch], list[Batch]]:
         """Return batches to train on, and others to evaluate."""
         chats = tokenize(read_chats(self.data), load_tokenizer(self.source.tokenizer))
-        most = max(one.steps for one in self.adapters)
+        most = max(adapter.steps for adapter in self.adapters)
         trained = make_batches(chats[1::2], self.seq_len, self.rows, most)
         seen = make_batches(chats[::2], self.seq_len, self.rows, self.batches)
         return [b.to(self.device) for b in trained], [b.to(self.device) for b in seen]
@@ -111,9 +111,13 @@ def train_adapters(send: Callable[[Any], None], asked: Asked) -> None:
             margins.append(BETA * (chosen - rejected))
         return -F.logsigmoid(torch.stack(margins)).mean()
 
-    runs = {(one.rate, one.is_dpo) for one in asked.adapters}
+    runs = {(adapter.rate, adapter.is_dpo) for adapter in asked.adapters}
     for rate, is_dpo in sorted(runs):
-        same_run = [one for one in asked.adapters if (one.rate, one.is_dpo) == (rate, is_dpo)]
+        same_run = [
+            adapter
+            for adapter in asked.adapters
+            if (adapter.rate, adapter.is_dpo) == (rate, is_dpo)
+        ]
         wanted = {one.steps: one for one in same_run}
         put(built.model, start)
         parameters = list(trained_in(built.model).values())

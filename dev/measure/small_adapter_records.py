@@ -81,8 +81,8 @@ def tables(found: SmallAdapters) -> str:
     """Write all tables, below a caption. Rows are adapters, and columns are variants."""
     variants = [id for id in dict.fromkeys(one.variant for one in found.seen) if id != IN_FP32]
     titles = [variant_of(variant).plain_title for variant in variants]
-    trained = [one for one in found.adapters if not one.is_dpo]
-    on_pairs = [one for one in found.adapters if one.is_dpo]
+    trained = [adapter for adapter in found.adapters if not adapter.is_dpo]
+    on_pairs = [adapter for adapter in found.adapters if adapter.is_dpo]
 
     def shares_of(share: Callable[[str, TrainedAdapter], list[float]]) -> str:
         lines = [
@@ -93,8 +93,8 @@ def tables(found: SmallAdapters) -> str:
         return markdown_table(["learning rate", "updates", *titles], lines)
 
     rewards = [
-        [str(one.steps), *(_reward(found.seen_by(id, one)) for id in (IN_FP32, *variants))]
-        for one in on_pairs
+        [str(pair.steps), *(_reward(found.seen_by(id, pair)) for id in (IN_FP32, *variants))]
+        for pair in on_pairs
     ]
     return "\n\n".join([
         _caption(found, bool(on_pairs)),

@@ -189,7 +189,7 @@ def measure(send: Any, kind: str, run: str, asked: argparse.Namespace, checkpoin
         seconds = time.perf_counter() - clock.began
         if run == GRAPHED:
             send(str(graphs))
-    tokens = sum(int((one != -100).sum()) for one in labels)
+    tokens = sum(int((label != -100).sum()) for label in labels)
     peak_gib = torch.cuda.max_memory_reserved() / 2**30 if ON_GPU else 0.0
     ms_per_step, generation_ms = (1e3 * one / asked.steps for one in (seconds, sum(generation_s)))
     send(Speed(ms_per_step, generation_ms, tokens / seconds, peak_gib, loss))

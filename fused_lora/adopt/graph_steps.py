@@ -177,7 +177,7 @@ class GraphedSteps:
 
     def _average(self, wrapped: DistributedDataParallel) -> None:
         """Average the gradients over all ranks, at the end of an update."""
-        trained = [one for one in wrapped.parameters() if one.requires_grad]
+        trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
         if without := sum(one.grad is None for one in trained):
             raise ValueError(
                 f"graph_steps: {without} of {len(trained)} trained parameters get no gradient: "

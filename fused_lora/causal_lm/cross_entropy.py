@@ -244,7 +244,9 @@ def causal_lm_forward(
         )
 
     loss = call_with([model.lm_head, head], loss_of, hidden)
-    outputs = {one.name: getattr(states.outputs, one.name, None) for one in fields(output_class)}
+    outputs = {
+        field.name: getattr(states.outputs, field.name, None) for field in fields(output_class)
+    }
     return without_logits(output_class)(**outputs | {"loss": loss, "logits": None})
 
 

@@ -239,7 +239,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         or has_hooks(decoder)  # which may read the shape of its output
         or not isinstance(mask, Tensor)
         or mask.is_floating_point()
-        or any(one.shape[:2] != mask.shape for one in (labels, *tokens.values()))
+        or any(token.shape[:2] != mask.shape for token in (labels, *tokens.values()))
         or (position_ids is not None and position_ids.ndim != 2)
         or inputs.get("past_key_values") is not None
         or fills_cache(decoder, inputs.get("use_cache"))
@@ -299,9 +299,9 @@ def _padding_changes_angles(config: Any, length: int, position_ids: Tensor | Non
     # each kind of layer may have its own
     kinds = [one for one in found.values() if isinstance(one, dict)] or [found]
     limits = [
-        one.get("original_max_position_embeddings") or config.max_position_embeddings
-        for one in kinds
-        if one.get("rope_type") in ("longrope", "dynamic")
+        kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        for kind in kinds
+        if kind.get("rope_type") in ("longrope", "dynamic")
     ]
     if not limits:
         return False

@@ -88,7 +88,8 @@ def _sizes(attention: Any, together: int) -> list[int]:
 
 def _frozen_qkv(reads: Sequence[Projection]) -> FrozenQKV:
     weights, biases, scalings, dropouts = zip(
-        *((one.weight, frozen_bias(one), one.scaling, one.dropout) for one in reads), strict=True
+        *((read.weight, frozen_bias(read), read.scaling, read.dropout) for read in reads),
+        strict=True,
     )
     return FrozenQKV(*weights, *biases, *scalings, *dropouts)
 
@@ -235,7 +236,7 @@ def _run_as_one(
     reads = [*qkv, o]
     frozen = FrozenAttention(
         _frozen_qkv(qkv), frozen_linear(o), attention.head_dim, attention.scaling,
-        head_norms_of(attention), seed_for(hidden_states, *(one.dropout for one in reads)),
+        head_norms_of(attention), seed_for(hidden_states, *(read.dropout for read in reads)),
         write_again, known_form(attention, "Attention").interleaved, q_scale,
         *sinks_and_window_of(attention, mask),
     )  # fmt: skip

@@ -103,7 +103,7 @@ def delta_net_forward(
     """
     given = {"attention_mask": attention_mask, "seq_idx": seq_idx, **options}
     states = [options.pop(name, None) for name in {CACHE, STATES}]
-    has_states = any(one is not None for one in states)
+    has_states = any(state is not None for state in states)
     if has_states and not torch.is_grad_enabled():  # inference may use anything
         return class_forward(net, hidden_states, **given)
     read, reason = None, ""

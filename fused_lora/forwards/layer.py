@@ -155,9 +155,9 @@ def give_borders(layers: Sequence[tuple[str, Any]]) -> None:
         borders = borders_of(layer)
         assert borders is not None
         weights = [base.weight for base in reading.base_layers(layer)]
-        replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
-        first_with.update((id(one), name) for one in weights if replica_of is None)
-        is_sharded = any(isinstance(one, ShardedWeight) for one in weights)
+        replica_of = next(filter(None, (first_with.get(id(weight)) for weight in weights)), None)
+        first_with.update((id(weight), name) for weight in weights if replica_of is None)
+        is_sharded = any(isinstance(weight, ShardedWeight) for weight in weights)
         borders.scratches = alternating[index % 2] if is_sharded else scratches
         borders.handover, borders.index = handover, index
         borders.gathering, borders.replica_of = gathering, replica_of

@@ -55,8 +55,8 @@ def read_projections(module: Any, names: Sequence[str]) -> Reads:
 def tensors_of(reads: Sequence[Projection]) -> list[Tensor | None]:
     """Return the operands that a function of these projections differentiates: each one's A and B,
     then the biases of all if any is trained."""
-    adapters = [tensor for one in reads for tensor in (one.A, one.B)]
-    biases = [bias_of(one) for one in reads] if any(map(trains_bias, reads)) else []
+    adapters = [tensor for read in reads for tensor in (read.A, read.B)]
+    biases = [bias_of(read) for read in reads] if any(map(trains_bias, reads)) else []
     return [*adapters, *biases]
 
 

@@ -275,7 +275,7 @@ def group_backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor
 
 def dtypes_of(*tensors: Tensor | None) -> list[torch.dtype | None]:
     """Return the dtype of each tensor, which is also its gradient's."""
-    return [None if one is None else one.dtype for one in tensors]
+    return [None if tensor is None else tensor.dtype for tensor in tensors]
 
 
 def with_biases(

@@ -264,19 +264,19 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
     """
     borders, codes, factors, halves_of, scales_of = zip(*chain.from_iterable(
         (
-            (one.B, one.codes[:, one.A.shape[1] :], one.factors, *one.B_halves),
-            (one.A, one.codes_t[:, len(one.B) :], one.factors_t, *one.A_halves),
+            (weight.B, weight.codes[:, weight.A.shape[1] :], weight.factors, *weight.B_halves),
+            (weight.A, weight.codes_t[:, len(weight.B) :], weight.factors_t, *weight.A_halves),
         )
-        for one in weights
+        for weight in weights
     ), strict=True)  # fmt: skip
-    scales = tuple(one.scales for one in weights)
-    counts = tuple(chain.from_iterable((len(one.B), one.A.shape[1]) for one in weights))
-    widths = tuple(len(one.A) for one in weights)
+    scales = tuple(weight.scales for weight in weights)
+    counts = tuple(chain.from_iterable((len(weight.B), weight.A.shape[1]) for weight in weights))
+    widths = tuple(len(weight.A) for weight in weights)
     blocks, widest = cdiv(max(counts), BLOCK_ROWS), max(widths)
     across = [cdiv(width, BLOCK_COLUMNS) for width in widths]
     tiles = sum(cdiv(count, BLOCK_ROWS) * across[i // 2] for i, count in enumerate(counts))
     sums = scales[0].new_empty(2 * len(weights), blocks, 3, widest)
-    strides = tuple(one.stride(0) for one in codes)
+    strides = tuple(code.stride(0) for code in codes)
     with on_device_of(sums):
         launch_by_triton(
             _border_sums_kernel, (tiles,),

@@ -284,7 +284,7 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
     rows = shapes[0][0]
     every = list(chain.from_iterable(products))
     bits = tuple([product.mask and product.mask.bits for product in every])
-    is_masked = any(one is not None for one in bits)
+    is_masked = any(bit is not None for bit in bits)
     dtypes = tuple([x.dtype for x in xs])
     # codes take the tiling of many rows at few as well: on an H100 at 2,048 a layer's sums take
     # 0.026 ms with it, the best of seven

@@ -56,13 +56,13 @@ class Filling:
         # the replay of a graph copies adapters without running this code
         may_differ = self._copies.is_captured and not is_capturing(groups[0].A)
         self._bring(groups)
-        if may_differ or any(one.buffer.key != key for one in groups):
+        if may_differ or any(group.buffer.key != key for group in groups):
             self._fill(groups, adapters, key)
             for one in groups:  # backward's may be temporary copies, whose addresses others get
                 one.buffer.key = None
 
     def _bring(self, groups: Sequence[WeightGroup]) -> None:
-        sharded = [one.buffer for one in groups if one.buffer.shards]
+        sharded = [group.buffer for group in groups if group.buffer.shards]
         if sharded:
             self.gathering.bring(self.index, sharded)
 
@@ -72,7 +72,7 @@ class Filling:
             one.buffer.key = None  # if what follows fails
         places, _ = key
         self._copies.copy(places, lambda: _matrices(groups, adapters))
-        buffers = [one.buffer for one in groups]
+        buffers = [group.buffer for group in groups]
         for kind in {type(buffer): None for buffer in buffers}:
             kind.encode([buffer for buffer in buffers if type(buffer) is kind])
         for buffer in buffers:

@@ -67,7 +67,7 @@ class LayerBackward(NamedTuple):
         with_swiglu = new_swiglu_gradients(
             mlp.gate_up, gate_up, ph, mlp.m.z, adapters, need, dropouts.down
         )
-        trains_biases = any(one is not None for one in grads.gate_up_biases)
+        trains_biases = any(bias is not None for bias in grads.gate_up_biases)
         dgu = gate_up.buffer.swiglu_backward(  # and what is in with_swiglu
             dh, mlp.gate_up, with_swiglu.products, frozen.activation,
             is_read=dropouts.gate_up is None and not trains_biases,

@@ -214,7 +214,9 @@ class Kind(NamedTuple):
 
 def kinds_of(others: Others | None) -> Others:
     """Return the Kind of each, None for one that is not there."""
-    return Others(*(None if one is None else Kind(one.shape, one.dtype) for one in others or ()))
+    return Others(
+        *(None if other is None else Kind(other.shape, other.dtype) for other in others or ())
+    )
 
 
 def new_gradients(x: Tensor, kinds: Others, needed: Others | None) -> Others:

@@ -95,7 +95,7 @@ class ScratchBuffer(Buffer):
     def encode(buffers: Sequence["ScratchBuffer"]) -> None:
         """Write the weights of these buffers into their matrices, in one launch."""
         codes = [packed.codes for one in buffers for packed, _ in one._packed]
-        key = *(one.serial for one in buffers), *(one.data_ptr() for one in codes)
+        key = *(one.serial for one in buffers), *(code.data_ptr() for code in codes)
         buffers[0]._dequantize.write(key, lambda: _packed_in(buffers))
         for buffer in buffers:
             for plain, to in buffer._plain:

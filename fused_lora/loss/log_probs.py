@@ -144,7 +144,7 @@ class LinearLogProbs(torch.autograd.Function):
                 statistics.means,
             )
         ]
-        ctx.mark_non_differentiable(*(one for one in outputs[2:] if one is not None))
+        ctx.mark_non_differentiable(*(output for output in outputs[2:] if output is not None))
         return tuple(outputs)
 
     @staticmethod
@@ -232,7 +232,7 @@ def _finished(
 
 
 def _cut(part: slice, *tensors: Tensor | None) -> list[Any]:
-    return [None if one is None else one[part] for one in tensors]
+    return [None if tensor is None else tensor[part] for tensor in tensors]
 
 
 @torch.compiler.disable  # one graph break here, where the host may wait, not several inside

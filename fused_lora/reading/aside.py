@@ -57,7 +57,7 @@ def say_left(module: nn.Module, left: dict[str, str]) -> None:
 def why_unloaded(module: nn.Module, projections: Iterable[Any]) -> str | None:
     """Return the reason if no projection of a module has an adapter now, but some had when `fuse`
     was called. A module that never had any runs fused with the others."""
-    if any(len(one.A) for one in projections):
+    if any(len(projection.A) for projection in projections):
         return None
     owner = owner_of(module)
     had = owner is not None and owner.had_adapters and not has_lora(module)

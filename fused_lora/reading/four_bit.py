@@ -91,12 +91,12 @@ def why_not_norms(model: nn.Module, name: str) -> str | None:
     """Return the reason if a module has weights in 4 bits that are not multiplied in the dtype of
     its layer's norms."""
     modules = model.get_submodule(name).modules()
-    bases = [one for one in modules if is_4bit(one) and why_not_4bit(one) is None]
+    bases = [module for module in modules if is_4bit(module) and why_not_4bit(module) is None]
     while bases and name:
         name = name.rpartition(".")[0]
         if (norm := inner_norm(model.get_submodule(name))) is not None:
             dtype = norm.weight.dtype
-            unlike = (one for one in bases if stand_in_for(one).dtype != dtype)
+            unlike = (base for base in bases if stand_in_for(base).dtype != dtype)
             return next((why_not_alike(one, dtype) for one in unlike), None)
     return None
 

@@ -109,7 +109,11 @@ class Checkpoint:
     def _measure(self, layer: nn.Module, place: tuple, saved: list[Tensor]) -> None:
         known = {p.untyped_storage().data_ptr() for p in layer.parameters()}
         storages = [tensor.untyped_storage() for tensor in saved]
-        found = {one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in known}
+        found = {
+            storage.data_ptr(): storage.nbytes()
+            for storage in storages
+            if storage.data_ptr() not in known
+        }
         self.layer_bytes[place] = sum(found.values())
 
 
@@ -135,7 +139,7 @@ class LayerPolicy:
 def policies_in(model: nn.Module) -> set[Checkpoint]:
     """Return the policies that the layers of a model run under."""
     values = (value for module in model.modules() for value in vars(module).values())
-    return {one.policy for one in values if isinstance(one, LayerPolicy)}
+    return {value.policy for value in values if isinstance(value, LayerPolicy)}
 
 
 class _NoDropout(Bystander):

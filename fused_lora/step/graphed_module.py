@@ -163,7 +163,7 @@ class GraphedModule:
         self, form: "_Form", inputs: dict[str, Any], parameters: list[nn.Parameter]
     ) -> CapturedModule:
         cuda = self._cuda[form.with_gradients]
-        trained = [one for one in dict.fromkeys(parameters) if one.requires_grad]
+        trained = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
         trained = trained if form.with_gradients else []
         buffers = empty_buffers(inputs, parameters[0].device)
         copy_into(buffers, inputs)
@@ -203,9 +203,9 @@ class GraphedModule:
         for policy in policies_in(self.module):
             policy.offload.finish()
         others = [
-            one.name
-            for one in (fields(output) if is_dataclass(output) else ())
-            if one.name != HIDDEN and getattr(output, one.name) is not None
+            field.name
+            for field in (fields(output) if is_dataclass(output) else ())
+            if field.name != HIDDEN and getattr(output, field.name) is not None
         ]
         if others or not isinstance(getattr(output, HIDDEN, None), Tensor):
             has_cache = any(name in others for name in CACHES)
@@ -250,7 +250,7 @@ def new_leaves(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[list
     CUDA's default stream, and a captured backward may not wait for that one. A new parameter has no
     node yet: it gets one on the capture's stream.
     """
-    leaves = {one: nn.Parameter(one.detach()) for one in parameters}
+    leaves = {parameter: nn.Parameter(parameter.detach()) for parameter in parameters}
     replaced = [
         (owner._parameters, name, one)
         for owner in module.modules()

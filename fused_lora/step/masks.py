@@ -66,7 +66,7 @@ class LayersWithoutMask(Bystander):
     """
 
     def __init__(self, model: nn.Module, inputs: dict[str, Any], padding: PaddingSeen):
-        lists = (one for one in model.modules() if isinstance(one, nn.ModuleList))
+        lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
         self.layers = list(dict.fromkeys(layer for one in lists for layer in one))
         self.deciding = [name for name in DECIDING if isinstance(inputs.get(name), Tensor)]
         self.says_none = isinstance(inputs.get(MASK), dict)

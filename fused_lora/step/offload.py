@@ -104,7 +104,7 @@ class _Layer:
             offloaded.prefetch()
 
     def _alive(self) -> "list[_Offloaded]":
-        return [offloaded for one in self.tensors if (offloaded := one()) is not None]
+        return [offloaded for tensor in self.tensors if (offloaded := tensor()) is not None]
 
 
 class _Offloaded:

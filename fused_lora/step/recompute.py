@@ -71,7 +71,7 @@ class _Run:
             torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled(),
         )  # fmt: skip
         generators = _generators_of(tensors[0]) if keep_random_state else ()
-        self.random_states = [(one, one.get_state()) for one in generators]
+        self.random_states = [(generator, generator.get_state()) for generator in generators]
         self.keep, self.see = keep, see
         self.settings = ModuleSettings(nn.Module() if module is None else module)
         self.were = self.settings.kept()

@@ -40,7 +40,7 @@ class ModuleSettings:
             [
                 (name, having)
                 for cls, names in attributes.items()
-                if (having := [one for one in parts if isinstance(one, cls)])
+                if (having := [part for part in parts if isinstance(part, cls)])
                 for name in names
             ]
             for attributes in (MODES, ADAPTERS, MERGED)

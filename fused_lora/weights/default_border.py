@@ -78,7 +78,10 @@ def places_of_gathered(reads: Sequence[Projection]) -> tuple:
     weights = (read.base.weight if read.is_packed else read.weight for read in reads)  # type: ignore[union-attr]
     parameters = [*weights, *map(held_bias, reads)]
     # an id could be that of another one, after the first is gone
-    ids = tuple(one if one is None else (WeakIdRef(one), one.dtype) for one in parameters)
+    ids = tuple(
+        parameter if parameter is None else (WeakIdRef(parameter), parameter.dtype)
+        for parameter in parameters
+    )
     return tuple(read.weight.dtype for read in reads), ids
 
 

@@ -40,7 +40,7 @@ class Written:
 
     def __init__(self, scratch: Memory, weights: Sequence[Packed4bit]):
         self.serial, self._scratch, self._weights = next(SERIALS), scratch, weights
-        pieces = scratch.memory.split([prod(one.shape) for one in weights])
+        pieces = scratch.memory.split([prod(weight.shape) for weight in weights])
         self.matrices = [piece.view(one.shape) for piece, one in zip(pieces, weights, strict=True)]
         self._dequantize = Dequantize4bit()
 
@@ -48,7 +48,7 @@ class Written:
         scratch = self._scratch
         scratch.holder = -1  # if what follows fails
         scratch.is_captured |= is_capturing(scratch.memory)
-        key = tuple(one.codes.data_ptr() for one in self._weights)  # FSDP2 gathers to others
+        key = tuple(weight.codes.data_ptr() for weight in self._weights)  # FSDP2 gathers to others
         self._dequantize.write(key, lambda: (self._weights, self.matrices))
         scratch.holder = self.serial
 

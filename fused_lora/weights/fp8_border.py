@@ -58,7 +58,9 @@ class Fp8Border(Border):
         return biases, *versions
 
     def find(self, reads: Sequence[Projection], layout: Layout) -> Buffer | None:
-        held = [getattr(one.weight, "buffer", None) for one in reads if not is_of_codes(one.base)]
+        held = [
+            getattr(read.weight, "buffer", None) for read in reads if not is_of_codes(read.base)
+        ]
         buffer = (held or [self._kept])[0]
         return buffer if buffer is not None and _all_lie_in(buffer, reads) else None
 

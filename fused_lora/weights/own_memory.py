@@ -43,7 +43,9 @@ def _give_own_memory(base: Any) -> None:
 def leave_buffers(model: nn.Module) -> None:
     """Move weights out of their buffers until the next forward, apart from those in codes."""
     for module in model.modules():
-        is_placed = any(isinstance(one, PlacedWeight) for one in module.parameters(recurse=False))
+        is_placed = any(
+            isinstance(parameter, PlacedWeight) for parameter in module.parameters(recurse=False)
+        )
         if _leave_peft in module._state_dict_pre_hooks.values() and not is_placed:
             _give_own_memory(module)
 

@@ -36,5 +36,7 @@ def written_of(kind: type[Kind], func: Any, args: tuple, kwargs: dict) -> list[K
     """Return the tensors of this kind that a function writes to."""
     given = zip(func._schema.arguments, args, strict=False)
     by_place = [value for argument, value in given if argument.is_write]
-    by_name = [kwargs.get(one.name) for one in func._schema.arguments if one.is_write]
-    return [one for one in tree_leaves((by_place, by_name)) if isinstance(one, kind)]
+    by_name = [
+        kwargs.get(argument.name) for argument in func._schema.arguments if argument.is_write
+    ]
+    return [leaf for leaf in tree_leaves((by_place, by_name)) if isinstance(leaf, kind)]

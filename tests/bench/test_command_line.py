@@ -18,7 +18,7 @@ from bench import machine, option_checks, options, planning, published
 from bench import results as store
 from bench.experiment_records import Tokens
 from bench.weights import resolve
-from variants import EXPERIMENT_ON_NF4
+from variants import ATTENTION_TARGETS, EXPERIMENT_ON_NF4
 
 
 def bad(capsys, out, *arguments):
@@ -71,6 +71,8 @@ HUGE = "9" * 20
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--steps", HUGE, "--rounds", "1"], "tokens a round"),
         (["--accumulate", HUGE], "tokens a round"),
+        (["--steps", "82000", "--rounds", "10", "--batch-size", "32", "--seq-lens", "512"],
+         "are 134,348,800 tokens a round at 512"),
         (["--gpus", "1"], "--gpus 1: give 2 to 64; it times one GPU alone"),
         (["--gpus", "65"], "--gpus 65: give 2 to 64"),
         (["--gpus", "2", "--interleave", "2"], "--gpus does not read --interleave: leave that out"),
@@ -127,7 +129,8 @@ def test_only_what_a_variant_is_about_needs_adapters():
     assert refused("q_proj", "down_proj") == refused("some_other") == everywhere
     names = ("fused_mlp", "fused_all_but_mlp")
     both = {f"{name}{end}" for name in names for end in ("", "_no_checkpointing")}
-    assert refused("q_proj", "v_proj") - everywhere == both
+    for targets in (("q_proj", "v_proj"), ATTENTION_TARGETS):
+        assert refused(*targets) - everywhere == both
 
 
 def test_the_experiment_on_nf4_has_what_runs_there_alone(monkeypatch):

@@ -41,7 +41,7 @@ class Work(TorchDispatchMode):
             a, b, *_ = args
             self.dtypes.append(a.dtype)
             self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        if "flash_attention_for_cpu" in str(function) and any(one is True for one in args):
+        if "flash_attention_for_cpu" in str(function) and any(arg is True for arg in args):
             self.attention.append("causal backward" if "backward" in str(function) else "causal")
         if function is torch.ops.aten.copy_.default:
             self.copied_bytes += args[0].nbytes + args[1].nbytes
@@ -149,8 +149,8 @@ def test_the_floor_in_fp8_is_below_that_in_bf16_and_that_in_fp32_above():
     precisions = [one for one in ("fp8_lm_head", "fp8", "bf16", "fp32")
                   if is_possible(one, shape, "cuda")]  # fmt: skip
     floors_ms = [
-        time_floor(FrozenOperations(shape, "cuda", one), 8, 512, 4000, CudaClock()).floor_ms
-        for one in precisions
+        time_floor(FrozenOperations(shape, "cuda", precision), 8, 512, 4000, CudaClock()).floor_ms
+        for precision in precisions
     ]
     assert floors_ms == sorted(floors_ms)
 

@@ -115,7 +115,7 @@ def test_a_loss_on_labelled_tokens_alone_is_told_the_most_that_any_batch_has(tak
     trainer._audit = lambda *_: None  # nothing was trained
     ids = torch.ones(2, 4)
     labels = [[1, 2, 3, -100], [1, -100, -100, -100]], [[1, 2, 3, -100], [-100, 2, -100, 3]]
-    trainer.run([Batch(ids, torch.tensor(one)) for one in labels], steps=2)
+    trainer.run([Batch(ids, torch.tensor(label)) for label in labels], steps=2)
     wanted = 4 if takes_max_labelled else None  # of the second; no token predicts a row's first
     assert {batch.get("max_labelled_tokens") for batch in seen} == {wanted}
 

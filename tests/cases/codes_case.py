@@ -111,7 +111,7 @@ def assert_same_state(got, want):
 
 
 def assert_is_what_its_codes_make_it(model, of, device):
-    bases = iter([one.base_layer for one in projections(model)])
+    bases = iter([projection.base_layer for projection in projections(model)])
 
     def oracle(group):
         mine = [next(bases) for _ in group.out_features]

@@ -43,7 +43,7 @@ def mixture(dtype, device, *, r=(4, 8), adapter_dtype=None, gate=SWIGLU):
 def with_limit_in_a_gap(frozen, x, adapters, chosen):
     """Return the operands with the gate's limit in the widest gap among large values. At the
     limit a gradient jumps, so a value that rounds across it is off by all of its gradient."""
-    A, B = (one.double() for one in adapters[:2])
+    A, B = (adapter.double() for adapter in adapters[:2])
     rows, every = x.double().reshape(-1, x.shape[-1]), chosen.reshape(-1, chosen.shape[-1])
     found = [
         adapted_linear(rows[(every == expert).any(1)], weight.double(), A[expert], B[expert],

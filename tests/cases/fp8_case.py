@@ -22,9 +22,9 @@ CONFIG = {
 }  # fmt: skip
 
 
-def pair(device, fusion=FP8, layers=1, **options):
+def pair(device, fusion=FP8, layers=1, config=(), **options):
     """Return a model with FP8 layers, and its vanilla PEFT twin."""
-    config = CONFIG | {"num_hidden_layers": layers}
+    config = CONFIG | {"num_hidden_layers": layers} | dict(config)
     return beside(layer_case.peft_model(device, config=config, **options), fusion)
 
 
@@ -77,12 +77,12 @@ class OracleBuffer(Fp8Buffer):
 
     @staticmethod
     def encode(buffers):
-        for one in buffers:
-            A, sB = one.A.double(), one.sB.double()
-            in_codes = (sB / one.scales[:, None]).abs().amax(0)
-            spread = one.scales.square().mean().sqrt()
-            one.factors = factor(in_codes, 28 * A.norm(dim=1))
-            one.factors_t = factor(A.abs().amax(1), 28 * sB.norm(dim=0) / spread)
+        for buffer in buffers:
+            A, sB = buffer.A.double(), buffer.sB.double()
+            in_codes = (sB / buffer.scales[:, None]).abs().amax(0)
+            spread = buffer.scales.square().mean().sqrt()
+            buffer.factors = factor(in_codes, 28 * A.norm(dim=1))
+            buffer.factors_t = factor(A.abs().amax(1), 28 * sB.norm(dim=0) / spread)
 
     def from_rows(self, codes, scales, bias, dtype):
         """Multiply these codes, in fp64, by A' and, with the border, by W'."""

@@ -60,7 +60,7 @@ class _Recorder(TorchDispatchMode):
 
     def run_kernel(self, kernel, *given, **options):
         """Run a kernel, which may write anywhere in the memory of the tensors that it is given."""
-        tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
         run = partial(RUN_KERNEL, kernel)
         with _disable_current_modes():
             memory = {one.data_ptr(): one for one in (x.untyped_storage() for x in tensors)}
@@ -72,8 +72,8 @@ class _Recorder(TorchDispatchMode):
     def undo(self):
         """Restore what was written, except what an operation here has made: nothing lay there."""
         results = tree_leaves([result for *_, result in self.operations])
-        tensors = [one for one in results if isinstance(one, torch.Tensor)]
-        made = {one.untyped_storage().data_ptr() for one in tensors}
+        tensors = [result for result in results if isinstance(result, torch.Tensor)]
+        made = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for written, value in reversed(self.overwritten):
             is_tensor = isinstance(written, torch.Tensor)
             memory = written.untyped_storage() if is_tensor else written
@@ -119,7 +119,7 @@ def _is_index_by_numbers(func, args):
     """Of `x[index]` the shape depends on values only where the index is a mask."""
     if func is not torch.ops.aten.index.Tensor:
         return False
-    return all(one is None or one.dtype == torch.int64 for one in args[1])
+    return all(arg is None or arg.dtype == torch.int64 for arg in args[1])
 
 
 class Recorded:

@@ -63,8 +63,8 @@ def _rows():
     """Return tokenized completions whose prompts have no labels."""
     tokens = tokenizer()
     rows = []
-    for one in completions():
-        prompt, answer = (tokens(one[part]).input_ids for part in ("prompt", "completion"))
+    for completion in completions():
+        prompt, answer = (tokens(completion[part]).input_ids for part in ("prompt", "completion"))
         rows.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
     return rows
 
@@ -112,7 +112,7 @@ class _Loop:
         self.model.config.use_cache = False
         self.device, self.steps = device, steps
         self.state = SimpleNamespace(log_history=[])
-        trained = [one for one in self.model.parameters() if one.requires_grad]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=0.1)
         rows = _rows() * 2
         self.loader = DataLoader(rows[: 2 * steps], batch_size=2, collate_fn=_collate)

@@ -89,7 +89,7 @@ def adapted_linear(
 def lora_mlp(x, gate_A, gate_B, up_A, up_B, down_A, down_B, *rest) -> Tensor:
     *biases, f = rest
     gate_bias, up_bias, down_bias = (
-        None if one is None else one.to(f.gate_weight.dtype) for one in biases or [None] * 3
+        None if bias is None else bias.to(f.gate_weight.dtype) for bias in biases or [None] * 3
     )
     gate_drawn, up_drawn, down_drawn = (
         (dropout, f.seed, stream)

@@ -50,8 +50,8 @@ def pairs():
 def completions():
     """Return the same, one completion a row."""
     return [
-        {"prompt": one["prompt"], "completion": one[name], "label": name == "chosen"}
-        for one in pairs()
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for pair in pairs()
         for name in ("chosen", "rejected")
     ]
 
@@ -61,13 +61,13 @@ def chats():
     turns = [("user", "prompt"), ("assistant", "chosen"), ("user", "prompt")]
     turns.append(("assistant", "rejected"))
     return [
-        {"messages": [{"role": role, "content": one[part]} for role, part in turns]}
-        for one in pairs()
+        {"messages": [{"role": role, "content": pair[part]} for role, part in turns]}
+        for pair in pairs()
     ]
 
 
 def _reward(completions, **_):
-    return [float(sum(map(int, one.split())) % 7) for one in completions]
+    return [float(sum(map(int, completion.split())) % 7) for completion in completions]
 
 
 def _without(rows, *names):

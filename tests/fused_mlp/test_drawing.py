@@ -175,15 +175,15 @@ def test_each_launch_has_its_bytes_and_kind_and_what_it_saves(whose):
     for phase, launches in phases.items():
         panel, numbers, saved = PANELS[whose][phase], [], set()
         for first, last, color, beside in boxes_of_launches(panel):
-            assert sized(sum(one.moved_bytes for one in launches[first - 1 : last])) in beside
+            assert sized(sum(launch.moved_bytes for launch in launches[first - 1 : last])) in beside
             assert first != last or COLORS[color] == launches[first - 1].kind
             numbers += range(first, last + 1)
             saved |= {first} if "kept" in beside else set()
         assert sorted(numbers) == [*range(1, len(launches) + 1)]
-        moved_gb = f"{sum(one.moved_bytes for one in launches) / 1e9:.1f} GB"
+        moved_gb = f"{sum(launch.moved_bytes for launch in launches) / 1e9:.1f} GB"
         assert f"{len(launches)} launches, {moved_gb}" in TEXTS[panel]
         assert whose == "PEFT" or f"{len(launches)} launches\n{moved_gb}" in TEXTS["lora_unsloth"]
-        counts = Counter(one.kind for one in launches)
+        counts = Counter(launch.kind for launch in launches)
         parts = ", ".join(f"{counts[kind]} {WORDS[kind]}" for kind in WORDS if counts[kind])
         assert f"| {len(launches)}: {parts} |" in PAGE
         (row,) = re.findall(rf"^\| memory traffic of a {phase}.*", PAGE, re.MULTILINE)
@@ -191,7 +191,9 @@ def test_each_launch_has_its_bytes_and_kind_and_what_it_saves(whose):
         row = f"{whose}, {phase}: {len(launches)}"
         assert row in TEXTS["lora_overview"]
         squares = [one for one in INSIDE["lora_overview"] if f"launch {row} " in one["id"]]
-        assert [COLORS[one["backgroundColor"]] for one in squares] == [one.kind for one in launches]
+        assert [COLORS[square["backgroundColor"]] for square in squares] == [
+            launch.kind for launch in launches
+        ]
         if phase == "forward":
             writers = {memory(t): n for n, one in enumerate(launches, 1) for t in one.writes}
             written = {writers[key] for key in kept if key in writers}

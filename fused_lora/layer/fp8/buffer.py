@@ -98,10 +98,10 @@ class Fp8Buffer(Buffer):
         fp8_borders(
             [
                 Bordering(
-                    one.sB, one.A, one.scales, one._codes, one._codes_t, one._factors,
-                    one._factors_t, one._B_halves, one._A_halves,
+                    buffer.sB, buffer.A, buffer.scales, buffer._codes, buffer._codes_t,
+                    buffer._factors, buffer._factors_t, buffer._B_halves, buffer._A_halves,
                 )
-                for one in buffers
+                for buffer in buffers
             ]
         )  # fmt: skip
 

@@ -273,8 +273,8 @@ def test_without_gradients_a_model_in_training_fills_the_cache_that_plain_peft_d
     plain.gradient_checkpointing_enable()
     with torch.no_grad():
         outputs = [model.train()(input_ids=ids(device), use_cache=True) for model in (fused, plain)]
-    torch.testing.assert_close(*(one.logits for one in outputs))
-    caches = [one.past_key_values for one in outputs]
+    torch.testing.assert_close(*(output.logits for output in outputs))
+    caches = [output.past_key_values for output in outputs]
     got, want = ([] if cache is None else cache.layers for cache in caches)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.keys, other.keys)

@@ -65,7 +65,7 @@ def fused(name, device):
 
 
 def trained_in(decoder):
-    return [one for one in decoder.parameters() if one.requires_grad]
+    return [parameter for parameter in decoder.parameters() if parameter.requires_grad]
 
 
 def hidden_of(decoder, seed=3):
@@ -150,7 +150,7 @@ def test_new_leaves_get_the_gradients_and_leave_nothing_behind(name, device, fp8
         gradients_of(decoder)
     assert not ran and all(one.grad is None for one in trained)
     assert all(before[name] is one for name, one in decoder.named_parameters())
-    gradients, left = [one.grad for one in leaves], [*map(weakref.ref, leaves)]
+    gradients, left = [leaf.grad for leaf in leaves], [*map(weakref.ref, leaves)]
     del leaves
     gc.collect()
     assert all(leaf() is None for leaf in left)

@@ -115,7 +115,7 @@ def trainer_of(kind, model, folder, **options):
         texts = [[f" {token}" for token in one["input_ids"]] for one in data]
         if settings["pad_to_multiple_of"] is None:
             texts = [one + texts[0] * (index % 4) for index, one in enumerate(texts)]
-        data = [{name: "".join(one[part]) for name, part in PARTS.items()} for one in texts]
+        data = [{name: "".join(text[part]) for name, part in PARTS.items()} for text in texts]
     data = Dataset.from_list(data)
     return make(
         model, args=config(**settings), processing_class=tokenizer(), callbacks=callbacks,

@@ -52,7 +52,7 @@ def on(model, batch):
 def step(model, *batches):
     """Run a step on these batches, adding their losses."""
     items = torch.tensor(10, device=model.device)
-    losses = [model(**on(model, one), num_items_in_batch=items).loss for one in batches]
+    losses = [model(**on(model, batch), num_items_in_batch=items).loss for batch in batches]
     return values_of(model, sum(losses))
 
 
@@ -354,6 +354,7 @@ def test_a_trainers_examples_become_one_row_of_one_length():
             got = FilledRows(tokens)(given)
             assert got.keys() == want.keys()
             assert all(got[name].equal(want[name]) for name in want)
+        assert FilledRows(9)(given)["input_ids"].shape == (1, 9)  # full already
     for wrong, told in (
         ([{"input_ids": [1, 2], "labels": [1]}], "example 0 has 2 tokens, 1 labels"),
         ([{"input_ids": [1, 2], "completion_mask": [1]}], "2 tokens, 1 labels and documents of 2"),

@@ -162,7 +162,7 @@ def test_a_warning_points_at_the_users_line(fusion, change, device):
         fused(**batch(fused, length=SHORT))
         fuse(base_model(device), Fusion(mlp=True, rms_norm=True), strict=False)
     ours = [one for one in caught if str(one.message).startswith(("a fused", "fuse:"))]
-    assert len(ours) > 1 and {one.filename for one in ours} == {__file__}
+    assert len(ours) > 1 and {our.filename for our in ours} == {__file__}
 
 
 # --- transformers' own hooks ----------------------------------------------------------------------

@@ -10,6 +10,7 @@ from cases.fused_case import assert_same, batch, functions_of
 from cases.layer_case import pair
 from cases.peft_models import ATTENTION, layers
 from cases.reasons import hook
+from cases.reference import assert_near
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -63,6 +64,15 @@ def test_one_function_or_apart_and_right(name, device):
     for layer in (*layers(fused), *layers(plain)) if change else ():
         change(layer.self_attn)
     assert assert_same(fused, plain) == functions + functions
+
+
+def test_dropout_of_attention_is_left_out_in_eval_mode(device):
+    fused, plain, _ = pair(device, BOTH)
+    for layer in (*layers(fused), *layers(plain)):
+        layer.self_attn.attention_dropout = 0.5
+    got, want = (model.eval()(**batch(model)).logits for model in (fused, plain))
+    assert_near(got, want, 1e-5)
+    assert not got.equal(fused.train()(**batch(fused)).logits)
 
 
 def test_another_attention_registered_as_sdpa_is_called(device, monkeypatch):

@@ -220,7 +220,8 @@ def subsets(operation):
     "rope-q",
 )
 @pytest.mark.parametrize(
-    ("operation", "needs"), [one for operation in OPERATIONS.values() for one in subsets(operation)]
+    ("operation", "needs"),
+    [subset for operation in OPERATIONS.values() for subset in subsets(operation)],
 )
 def test_frozen_inputs_get_no_gradient_and_the_others_get_the_same(operation, needs, device):
     case, want = operation.case(device), usual(operation, device)

@@ -166,7 +166,7 @@ def test_a_bf16_gradient_takes_no_precision_from_an_fp32_one(device):
     in_fp32 = replace(case, inputs=case.inputs | {"q_A": case.inputs["q_A"].float()})
     results = run(operation, case), run(operation, in_fp32, operation.eager)
     others = ("gradient of k_A", "gradient of v_A")
-    assert_right(operation, case, *({name: one[name] for name in others} for one in results))
+    assert_right(operation, case, *({name: result[name] for name in others} for result in results))
 
 
 # --- one of three layers --------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_any_number_of_tokens(shape, device):
 @EACH
 def test_an_empty_batch_has_gradients_of_zero(mixer, device):
     fused, _ = layers(device, mixer)  # transformers' own fails
-    found = run(fused, *(one[:0] for one in tokens((2, 5), torch.float32, device)))
+    found = run(fused, *(token[:0] for token in tokens((2, 5), torch.float32, device)))
     assert found["hidden"].shape == (0, 5, 52) and len(found) > 2
     assert not any(one.any() for one in found.values())
 

@@ -118,7 +118,7 @@ def test_statistics_of_large_and_of_almost_equal_logits_are_right(magnitude, dev
 def test_nothing_labelled_is_a_loss_of_zero_and_a_gradient_of_zero(case):
     *tensors, labels = case
     fields, gradients = run(log_probs, (*tensors, torch.full_like(labels, IGNORED)))
-    assert not any(one.any() for one in (*fields.values(), *gradients.values()))
+    assert not any(field.any() for field in (*fields.values(), *gradients.values()))
     assert gradients.keys() == {*NAMES}
 
 

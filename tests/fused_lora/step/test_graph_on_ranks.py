@@ -37,7 +37,7 @@ def own_batch(rank, seed):
 
 
 def weights(model):
-    return [one.detach().clone() for one in model.parameters()]
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def step_on(device, model=None, **options):
@@ -55,7 +55,7 @@ def trained(rank, device, accumulated, group=None):
     for seed in range(UPDATES * accumulated):
         ends = seed % accumulated == accumulated - 1
         losses.append((step if ends else step.accumulate)(**own_batch(rank, seed)).item())
-        assert all(one.grad is None for one in model.parameters()) or not ends
+        assert all(parameter.grad is None for parameter in model.parameters()) or not ends
     assert captured(step)
     return {
         "losses": losses,
@@ -107,7 +107,7 @@ def joined(rank, device, count):
     for seed in range(UPDATES):
         rows = [batch(100 * each + seed) for each in range(count)]
         if count > torch.distributed.get_world_size():
-            step(**{name: torch.cat([one[name] for one in rows]) for name in rows[0]})
+            step(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
         else:
             step(**rows[rank])
     return weights(step.model)
@@ -131,7 +131,10 @@ def averaged(rank, device):
     gradients.hold()
     gradients.average()
     gradients.share(parameters, 1)
-    return [(one.dtype, one.grad.unique().item(), one.unique().item()) for one in parameters]
+    return [
+        (parameter.dtype, parameter.grad.unique().item(), parameter.unique().item())
+        for parameter in parameters
+    ]
 
 
 def test_gradients_of_two_dtypes_are_averaged_and_parameters_shared():

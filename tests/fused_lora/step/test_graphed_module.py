@@ -197,13 +197,13 @@ def with_an_object(graphed, device):
 
 
 def with_a_hook(graphed, device):
-    trained = [one for one in graphed.module.parameters() if one.requires_grad]
+    trained = [parameter for parameter in graphed.module.parameters() if parameter.requires_grad]
     trained[0].register_hook(lambda gradient: None)
     return lambda seed: batch(seed, device)
 
 
 def with_a_kept_parameter(graphed, device):
-    kept = next(one for one in graphed.module.parameters() if one.requires_grad)
+    kept = next(parameter for parameter in graphed.module.parameters() if parameter.requires_grad)
     graphed.module.embed_tokens.register_forward_hook(
         lambda _, inputs, output: output + 0 * kept.sum()
     )

@@ -104,11 +104,11 @@ def test_a_deleted_model_is_freed_at_once(make, device):
         model = make(device)
         parts = {name: weakref.ref(one) for name, one in model.named_modules()}
         parts |= {name: weakref.ref(one) for name, one in model.named_parameters()}
-        storages = [StorageWeakRef(one.untyped_storage()) for one in model.parameters()]
+        storages = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
         del model
         assert not [name for name, part in parts.items() if part() is not None]
         # the interpreter leaves a cycle around the arguments of every launch
-        assert device == "cpu" or all(one.expired() for one in storages)
+        assert device == "cpu" or all(storage.expired() for storage in storages)
     finally:
         gc.enable()
 

@@ -139,7 +139,7 @@ def test_layers_take_turns_in_one_memory_which_goes_with_the_model(device):
     values_of(fused, fused(**batch(fused)).loss)
     scratches = [borders_of(layer_of(fused, index)).scratches for index in range(2)]
     assert scratches[0] is scratches[1] and len(scratches[0]) == 4
-    memory = [weakref.ref(one.memory) for one in scratches[0].values()]
+    memory = [weakref.ref(scratch.memory) for scratch in scratches[0].values()]
     copied = copy.deepcopy(fused)
     assert_equal(step(copied), step(fused))
     own = borders_of(layer_of(copied)).scratches

@@ -102,6 +102,10 @@ CASES = {
     "normed heads": {"family": "Qwen3"},
     "norms that add one": {"family": "Gemma3Text"},
     "no norms of inputs": {"family": "Olmo2"},
+    "a bias and a multiplier": {
+        "family": "Granite",
+        "config": {"mlp_bias": True, "residual_multiplier": 0.5},
+    },
     "large B": {"scale": 30.0},
     "dropout": {"lora_dropout": 0.25},
     "q and v alone": {"target_modules": ["q_proj", "v_proj"]},
