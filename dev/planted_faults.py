@@ -7,8 +7,8 @@
 `faults.py` lists them. Each fault runs the tests of its room until one fails. A caught fault takes
 20 seconds, a missed one as long as the whole room.
 
-On 28 November 2026 somebody who had not looked at the tests planted 24 faults. `make test` caught 19
-of them, and all of them with a row more for each of the others. We leave one alone that only
+On 28 November 2026 somebody who had not looked at the tests planted 24 faults. `make test` caught
+19 of them, and all with a row more for each of the others. We leave one alone that only
 `make test-all` catches (`documents.py`, "> 2").
 """
 
