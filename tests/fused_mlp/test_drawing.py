@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cases.ranks import on_ranks
 from peft import LoraConfig, get_peft_model
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,7 +115,6 @@ def memory(tensor):
     return tensor.untyped_storage()._cdata
 
 
-@cache
 def traced(whose):
     """Return the launches by phase, and the saved activations by their memory."""
     config = AutoConfig.for_model(**json.loads((ROOT / "configs/qwen2.5-3b.json").read_text()))
@@ -169,6 +169,11 @@ def sized(count):
 @pytest.mark.slow("LoRA_MLP")
 @pytest.mark.parametrize("whose", PANELS)
 def test_each_launch_has_its_bytes_and_kind_and_what_it_saves(whose):
+    # a backward of fake tensors starts autograd's threads, and nothing can be forked after that
+    on_ranks(1, assert_each_launch_is_drawn, whose)
+
+
+def assert_each_launch_is_drawn(rank, device, whose):
     phases, kept = traced(whose)
     saved_gb = f"{sum(t.nbytes for t in kept.values()) / 1e9:.2f} GB"
     assert f"| {saved_gb}: " in PAGE
