@@ -178,7 +178,7 @@ def _both(id: str, title: str, recipe: Recipe, suites: str) -> list[Variant]:
     ]
 
 
-def _of_part(id: str, title: str, part: str, fused: tuple[str, ...]) -> list[Variant]:
+def _about(id: str, title: str, part: str, fused: tuple[str, ...]) -> list[Variant]:
     """Make a variant of the suite "parts" that is about one part."""
     make = _one if part == "checkpoint" else _both  # the part is what others leave out
     return make(id, title, Recipe(fused=fused), "parts")
@@ -202,12 +202,12 @@ _RECORDS = [
     *_one("fused_layer_graph_offload", "everything fused",
           replace(OFFLOAD, fused=WHOLE_LAYERS, graph=True), "experiment fastest"),
     # one part alone, and all but one
-    *chain.from_iterable(_of_part(ALONE[part], f"fused {title}", part, (part,))
+    *chain.from_iterable(_about(ALONE[part], f"fused {title}", part, (part,))
                          for part, title in PART_TITLES.items() if part != "mlp"),
     *_both("fused_all", "all parts", Recipe(fused=FUSED_PARTS), "parts peers fastest"),
     *chain.from_iterable(
-        _of_part(ALL_BUT[part], f"all parts but {'the MLP' if part == 'mlp' else title}", part,
-                 tuple(other for other in FUSED_PARTS if other != part))
+        _about(ALL_BUT[part], f"all parts but {'the MLP' if part == 'mlp' else title}", part,
+               tuple(other for other in FUSED_PARTS if other != part))
         for part, title in PART_TITLES.items()
     ),
     # the same without waiting for the host between kernels

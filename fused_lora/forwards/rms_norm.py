@@ -163,10 +163,10 @@ def normed_layer_forward(
         residual = hidden_states + attended
         normalised = norm(residual)
     else:
-        of_norm = known_form(norm, "RMSNorm")
-        eps = getattr(norm, of_norm.eps)
+        norm_form = known_form(norm, "RMSNorm")
+        eps = getattr(norm, norm_form.eps)
         normalised, residual = add_rms_norm(
-            hidden_states, attended, norm.weight, eps, of_norm.zero_centered
+            hidden_states, attended, norm.weight, eps, norm_form.zero_centered
         )
     output = getattr(layer, form.mlp)(normalised)
     if isinstance(output, tuple):  # a mixture's routing comes second

@@ -58,7 +58,15 @@ class _Run:
     """One recomputed forward: its inputs, and the tensors that its second run saved for backward.
     The thread that runs it enters it; for the second run that is backward's thread."""
 
-    def __init__(self, forward, inputs, keep_random_state, keep, see, module):  # see `recomputed`
+    def __init__(
+        self,
+        forward: Callable,
+        inputs: tuple,
+        keep_random_state: bool,
+        keep: Keep | None,
+        see: Callable[[list[Tensor]], Any] | None,
+        module: nn.Module | None,
+    ):
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         device = tensors[0].device.type
         self.forward = forward

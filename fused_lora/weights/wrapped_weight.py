@@ -14,7 +14,7 @@ Kind = TypeVar("Kind", bound=Tensor)
 
 
 class WrappedWeight(Tensor):
-    """A tensor without memory of its own. A class of it says in `run` what a function does."""
+    """A tensor that holds no memory. Subclasses implement functions on it in `run`."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"

@@ -128,8 +128,8 @@ def made_up(monkeypatch):
         "mlp": Evidence({"MLP": 1}, ("_forward_kernel", "_backward_kernel"), ("_unpack_kernel",)),
         "qkv": Evidence({"QKV": 1, "Both": 2}),
     }
-    of_recipe = lambda recipe: {part: found[part] for part in recipe.fused}  # noqa: E731
-    monkeypatch.setattr(evidence, "evidence_of", of_recipe)
+    evidence_for = lambda recipe: {part: found[part] for part in recipe.fused}  # noqa: E731
+    monkeypatch.setattr(evidence, "evidence_of", evidence_for)
     theirs = Library(("_theirs|_newer_kernel",), lora_mlp_kernels=("_mlp_of_theirs",))
     monkeypatch.setitem(evidence.LIBRARIES, "library", theirs)
 

@@ -217,7 +217,7 @@ def make_causal_conv(shape, *, dtype, device, taps=4, outputs=3, is_packed=False
 
 
 def make_rope(size, *, dtype, device, angle_dtype=None, interleaved=False, tables=1):
-    """tables: 2 rotate the halves of a head by angles of their own."""
+    """tables: 2 rotate the halves of a head by different angles."""
     inputs, gradients = rope_case.make(size, dtype=dtype, device=device, angle_dtype=angle_dtype)
     q, k, *angles = inputs
     if tables == 2:

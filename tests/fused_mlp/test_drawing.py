@@ -223,9 +223,9 @@ def cells_by_round(variant):
 
 def test_the_times_are_those_of_the_records():
     """Compare GPU time of steps on an H200 that differ only in the MLP, and of kernels alone."""
-    of_peft, of_fused = cells_by_round("vanilla_peft"), cells_by_round("fused_mlp")
-    rounds = of_peft.keys() & of_fused.keys()
-    peft, fused = ([cells[number] for number in rounds] for cells in (of_peft, of_fused))
+    peft_cells, fused_cells = cells_by_round("vanilla_peft"), cells_by_round("fused_mlp")
+    rounds = peft_cells.keys() & fused_cells.keys()
+    peft, fused = ([cells[number] for number in rounds] for cells in (peft_cells, fused_cells))
 
     def ms(cells, kind):
         return fmean(cell["kernel_ms"].get(kind, cell["gpu_busy_ms"]) for cell in cells)
