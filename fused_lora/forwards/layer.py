@@ -1,11 +1,11 @@
 """The switch `layer`: the forward of a whole decoder layer, on buffers of weights.
 
-`layer_reading.py` reads the layer. It runs as one function, or with a mixer as two around that. One
-that cannot runs its other fused parts one by one, and warns once.
+`layer_reading.py` reads the layer. It runs as two functions, attention (or two around another
+mixer) and the MLP. One that cannot runs its other fused parts one by one, and warns once.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from ..foreign.ownership import fused_parts_of
 from ..foreign.parallel import FLATTENED, is_dtensor, may_shard_later
 from ..foreign.versions import CACHE, by_name, class_forward
 from ..kernels.rows import Handover
-from ..layer.buffer import WeightGroup
+from ..layer.attention_block import AttentionBlock
 from ..layer.decoder_layer import DecoderLayer
-from ..layer.operands import FrozenLayer, Others
+from ..layer.mixer_block import MixerBlock
+from ..layer.mlp_block import MLPBlock
+from ..layer.operands import Block
 from ..layer.residual import Norm
 from ..layer.scratch import Scratches
 from ..layer.shards import Gathering
@@ -31,7 +33,7 @@ from ..weights.sharded_weight import ShardedWeight
 from . import layer_reading as reading
 from .attend import mask_for_attention, q_scale_of, rotates, window_beside
 from .attention import head_norms_of
-from .mixer_layer import has_mixer, run_mixer_layer
+from .mixer_layer import has_mixer, run_mixer
 from .mlp import activation_of
 from .rms_norm import finished, normed_layer_forward
 
@@ -42,7 +44,7 @@ NOT_THE_MIXERS = {
 
 
 def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inputs, **options):
-    """Run a layer as one, or else in parts."""
+    """Run a layer as two blocks, or else in parts."""
     if reading.is_flattened_in(layer):
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
     call = by_name(layer, inputs) | options
@@ -64,29 +66,52 @@ def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inp
     return class_forward(layer, hidden_states, **call)
 
 
+class Operands(NamedTuple):
+    """The operands of a layer, as they are in every call."""
+
+    trained: tuple[Tensor | None, ...]  # by its blocks
+    mixing: AttentionBlock | Block  # a Block for a mixer
+    mlp: MLPBlock
+
+
 def _run(layer: Any, reads: list[list[Projection]], hidden: Tensor, call: dict[str, Any]) -> Tensor:
     if any(read.lora_bias is not None for group in reads for read in group):
         # autograd has to see it scaled in the recompute as well
-        *trained, frozen = operands_of(layer, reads)
+        operands = operands_of(layer, reads)
     else:
-        *trained, frozen = once(lambda: operands_of(layer, reads), is_small=True)
-    seed, mask = seed_for(hidden, *frozen.dropout_rates), call.get("attention_mask")
-    if has_mixer(layer):
+        operands = Operands(*once(lambda: operands_of(layer, reads), is_small=True))
+    trained, mixing, mlp = operands
+    first, second = mixing if isinstance(mixing, Block) else mixing.block, mlp.block
+    seed = seed_for(hidden, *first.dropout_rates, *second.dropout_rates)
+    if seed is not None:
+        first, second = first._replace(seed=seed), second._replace(seed=seed)
+    mask = call.get("attention_mask")
+    found = gate = None
+    block: AttentionBlock | MixerBlock
+    if isinstance(mixing, Block):
         options = {name: one for name, one in call.items() if name not in NOT_THE_MIXERS}
-        return run_mixer_layer(layer, hidden, mask, trained, frozen._replace(seed=seed), options)
-    attention = layer.self_attn
-    angles = call["position_embeddings"] if rotates(attention) else (None, None)
-    scale, window = q_scale_of(attention, call), window_beside(attention, mask)
+        before = 2 * len(first.inputs.out_features)  # A and B of each in-projection
+        hidden, found, gate, block = run_mixer(
+            layer, hidden, mask, trained[:before], first, options
+        )
+        trained = trained[before:]
+    else:
+        attention = layer.self_attn
+        cos, sin = call["position_embeddings"] if rotates(attention) else (None, None)
+        block = mixing._replace(
+            block=first, positions=hidden.shape[1], cos=cos, sin=sin, mask=mask,
+            q_scale=q_scale_of(attention, call), window=window_beside(attention, mask),
+        )  # fmt: skip
 
     def run(output_needed: bool) -> Tensor:
-        now = frozen._replace(output_needed=output_needed, seed=seed, q_scale=scale, window=window)
-        return DecoderLayer.apply(hidden, *angles, mask, *trained, now)
+        blocks = block, mlp._replace(block=second, output_needed=output_needed)
+        return DecoderLayer.apply(hidden, found, gate, *trained, blocks)
 
     return finished(layer, saving_last(run), call.get("per_layer_input"))
 
 
-def operands_of(layer: Any, reads: list[list[Projection]]) -> tuple:
-    """Return the operands that are the same in every call: trained tensors, then FrozenLayer."""
+def operands_of(layer: Any, reads: list[list[Projection]]) -> Operands:
+    """Return the operands that are the same in every call."""
     borders = borders_of(layer)
     assert borders is not None
     parts, ranks = reading.parts_and_ranks(layer, reads)
@@ -95,50 +120,59 @@ def operands_of(layer: Any, reads: list[list[Projection]]) -> tuple:
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
     norms = reading.norms_of(layer)
     (norm_form,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
-    its_norms = [
+    before_attention, after_attention, before_mlp, after_mlp = (
         Norm(norms[name].weight, getattr(norms[name], norm_form.eps), norm_form.zero_centered)
         if name
         else None
         for name in reading.names_of_norms(form)
-    ]
-    before_attention, after_attention, before_mlp, after_mlp = its_norms
-    every = [part for group in parts for part in group]
-    adapters = (tensor for read in every for tensor in (read.A, read.B))
-    others = _others(every, *its_norms)
-    return *adapters, *others, FrozenLayer(
-        norm_before_attention=before_attention, norm_after_attention=after_attention,
-        norm_before_mlp=before_mlp, norm_after_mlp=after_mlp, qkv=qkv, o=o, gate_up=gate_up,
-        down=down, filling=borders, multiplier=multiplier,
-        activation=activation_of(reading.mlp_of(layer)),
-        dropout_rates=tuple(read.dropout for read in every),
-        **_attention_options(layer, qkv),
+    )
+    mixing_reads, mlp_reads = [*parts[0], *parts[1]], [*parts[2], *parts[3]]
+    its, others = (
+        _tensors_of(mixing_reads),
+        _others(mixing_reads, before_attention, after_attention),
+    )
+    mixing = Block(
+        before_attention, qkv, o, borders, after_attention, multiplier,
+        columns_before=down.grad_columns,  # the layer before has a down like this one
+        dropout_rates=_rates_of(mixing_reads), trains_others=bool(others),
+    )  # fmt: skip
+    mlps, mlp_others = _tensors_of(mlp_reads), _others(mlp_reads, before_mlp, after_mlp)
+    mlp = Block(
+        before_mlp, gate_up, down, borders, after_mlp, multiplier,
+        dropout_rates=_rates_of(mlp_reads), masks_before=len(mixing_reads),
+        trains_others=bool(mlp_others),
+    )  # fmt: skip
+    return Operands(
+        (*its, *others, *mlps, *mlp_others),
+        mixing if has_mixer(layer) else _attention_block(layer, mixing),
+        MLPBlock(mlp, activation_of(reading.mlp_of(layer))),
+    )
+
+
+def _attention_block(layer: Any, block: Block) -> AttentionBlock:
+    attention = layer.self_attn
+    form = known_form(attention, "Attention")
+    heads, kv_heads, _ = (out // attention.head_dim for out in block.inputs.out_features)
+    return AttentionBlock(
+        block, heads // 2 if form.has_gate else heads, kv_heads, attention.scaling,
+        head_norms_of(attention), form.has_gate, form.interleaved,
     )  # fmt: skip
 
 
-def _attention_options(layer: Any, qkv: WeightGroup) -> dict[str, Any]:
-    """Return the fields of FrozenLayer that concern attention alone."""
-    if has_mixer(layer):
-        return {}
-    attention = layer.self_attn
-    form = known_form(attention, "Attention")
-    heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
-    return {
-        "heads": heads // 2 if form.has_gate else heads,
-        "kv_heads": kv_heads,
-        "attention_scaling": attention.scaling,
-        "head_norms": head_norms_of(attention),
-        "has_gate": form.has_gate,
-        "interleaved": form.interleaved,
-    }
+def _rates_of(reads: Sequence[Projection]) -> tuple[float | None, ...]:
+    return tuple(read.dropout for read in reads)
 
 
-def _others(reads: Sequence[Projection], *norms: Norm | None) -> Others | tuple[()]:
+def _tensors_of(reads: Sequence[Projection]) -> list[Tensor]:
+    return [tensor for read in reads for tensor in (read.A, read.B)]
+
+
+def _others(reads: Sequence[Projection], *norms: Norm | None) -> list[Tensor | None]:
     """Return the biases and norms that are trained beside the adapters, if any."""
     trained = [norm.weight if norm and norm.weight.requires_grad else None for norm in norms]
-    has_biases = any(map(trains_bias, reads))
-    if not has_biases and all(norm is None for norm in trained):
-        return ()
-    return Others(*(bias_of(read) if has_biases else None for read in reads), *trained)
+    biases = [bias_of(read) if any(map(trains_bias, reads)) else None for read in reads]
+    others = [*biases, *trained]
+    return [] if all(other is None for other in others) else others
 
 
 # --- when `fuse` is called ------------------------------------------------------------------------

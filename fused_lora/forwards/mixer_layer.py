@@ -1,21 +1,20 @@
 """The switch `layer` for a layer with a mixer in place of attention, which runs as two functions
 around it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..foreign.ownership import fused_parts_of, why_not_own_forward
+from ..layer.mixer_block import BeforeMixer, MixerBlock, MixerEnds
 from ..layer.mixer_ends import ShortConvEnds
-from ..layer.mixer_layer import AfterMixer, BeforeMixer, MixerEnds
-from ..layer.operands import FrozenLayer
+from ..layer.operands import Block
 from ..reading.aside import say_left
 from ..reading.known import known_form, layer_form, why_not_class
 from ..reading.projection import why_call
 from ..reading.refusal import refuse_documents
-from ..rerun import saving_last
 from . import delta_net, short_conv
 
 
@@ -123,20 +122,15 @@ def why_slow(layer: Any) -> dict[str, str]:
     return {f"{form.mixer}.recurrence": reason} if reason else {}
 
 
-def run_mixer_layer(
-    layer: Any, hidden: Tensor, mask: Tensor | None, trained: list, frozen: FrozenLayer,
+def run_mixer(
+    layer: Any, hidden: Tensor, mask: Tensor | None, trained: Sequence, block: Block,
     options: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    """Run the two functions, and the mixer between them."""
+) -> tuple[Tensor, Tensor, Tensor, MixerBlock]:  # fmt: skip
+    """Run a block up to and with its mixer. Return the residual, the mixer's result, the gate and
+    the block that takes them."""
     mixer, kind = mixer_of(layer), MIXERS[layer_form(layer).mixer_kind]
     say_left(layer, why_slow(layer))
     ends = kind.ends(mixer, options.get("seq_idx"))
-    before = 2 * len(frozen.qkv.out_features)  # A and B of each in-projection
-    *inputs, gate, residual = BeforeMixer.apply(hidden, mask, *trained[:before], ends, frozen)
+    *inputs, gate, residual = BeforeMixer.apply(hidden, mask, *trained, ends, block)
     found = kind.run(mixer, *inputs, **options).to(gate.dtype)
-
-    def run(output_needed: bool) -> Tensor:
-        now = frozen._replace(output_needed=output_needed)
-        return AfterMixer.apply(found, gate, residual, *trained[before:], ends, now)
-
-    return saving_last(run)
+    return residual, found, gate, MixerBlock(block._replace(has_entered=True), ends)

@@ -15,7 +15,6 @@ from ..kernels.products import Product, SwiGLUProducts
 from ..kernels.sums_over_tokens import sums_over_tokens
 from .buffer import Dropout, WeightGroup, mask_of_one
 from .filling import Adapter
-from .operands import AdaptersAfterAttention
 
 
 class AdapterSums:
@@ -96,24 +95,25 @@ class SwiGLUGradients(NamedTuple):
 
 
 def new_swiglu_gradients(
-    gate_up: Tensor, group: WeightGroup, p: Tensor, z: Tensor, adapters: AdaptersAfterAttention,
-    needed: AdaptersAfterAttention, dropout: Dropout | None,
+    gate_up: Tensor, group: WeightGroup, p: Tensor, z: Tensor, adapters: Sequence[Adapter],
+    needed: Sequence[Adapter], dropout: Dropout | None,
 ) -> SwiGLUGradients:  # fmt: skip
     """Return new tensors for ``p.t() @ h``, ``s * (dgate.t() @ z)`` and ``s * (dup.t() @ z)``.
 
-    group, z: of gate and up. p, dropout: of down. Gradients are contiguous, as a .grad has to be.
+    adapters: of gate, up and down. group, z: of gate and up. p, dropout: of down. Gradients are
+    contiguous, as a .grad has to be.
     """
+    (*adapters, down), (*needed, down_needed) = adapters, needed
     intermediate = gate_up.shape[1] // 2
     down_A = down_product = None
-    if needed.down.A:
-        A = adapters.down.A
+    if down_needed.A:
+        A = down.A
         rank = A.shape[0]
         down_A = gate_up.new_empty(rank, intermediate, dtype=A.dtype)
         down_product = Product(p[:, :rank], down_A.t(), mask=mask_of_one(dropout))
     products: list[Product | None] = []
     for adapter, need, first, scaling in zip(
-        (adapters.gate, adapters.up), (needed.gate, needed.up), _starts(group.blocks),
-        group.scalings, strict=True,
+        adapters, needed, _starts(group.blocks), group.scalings, strict=True
     ):  # fmt: skip
         product = None
         if need.B:

@@ -316,4 +316,4 @@ class WeightGroup(NamedTuple):
                 grad_bias.copy_(grad.sum(0, dtype=dtype))
 
 
-WITHOUT_TENSORS.add(WeightGroup)  # `FrozenLayer.for_backward` leaves none
+WITHOUT_TENSORS.add(WeightGroup)  # `Block.for_backward` leaves none

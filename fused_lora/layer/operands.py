@@ -1,4 +1,6 @@
-"""The operands of DecoderLayer: what it trains, what it does not, and whether they fit together.
+"""The operands of a block: what it trains, what it does not, and whether they fit together.
+
+`Block` names what all blocks have in common (`block.py` says what a block is).
 
 An autograd function takes and returns its tensors as a flat sequence. `Trained` names them:
 `from_flat` reads the tensors, or autograd's flags for them, and `flat` writes their gradients in
@@ -11,181 +13,106 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_mlp.dropout import Masks, draw_masks
+from fused_mlp.dropout import draw_masks
 from fused_mlp.launching import check_runnable
-from fused_mlp.utils import check_activation, compute_dtype
+from fused_mlp.utils import compute_dtype
 
-from ..kernels.head_norms import HeadNorms
 from ..kernels.row_norm import MAX_HIDDEN, _rms_norm_forward_kernel
 from .buffer import Dropout, WeightGroup
 from .filling import Adapter, Filling, adapters_of
 from .residual import Norm
 
-NAME = "DecoderLayer"
-
-
-class Adapters(NamedTuple):
-    """The adapters of a layer's seven projections."""
-
-    q: Adapter
-    k: Adapter
-    v: Adapter
-    o: Adapter
-    gate: Adapter
-    up: Adapter
-    down: Adapter
-
-    @property
-    def qkv(self) -> tuple[Adapter, Adapter, Adapter]:
-        return self.q, self.k, self.v
-
-    @property
-    def after_attention(self) -> "AdaptersAfterAttention":
-        return AdaptersAfterAttention(self.o, self.gate, self.up, self.down)
-
-
-class AdaptersAfterAttention(NamedTuple):
-    """The adapters from o on."""
-
-    o: Adapter
-    gate: Adapter
-    up: Adapter
-    down: Adapter
-
-
-class Others(NamedTuple):
-    """The biases and norms of a layer in which some are trained. If one bias is trained, all biases
-    are given, [out] in any dtype. Of the norms only the trained ones are given, [hidden], and None
-    for the others."""
-
-    q_bias: Any = None
-    k_bias: Any = None
-    v_bias: Any = None
-    o_bias: Any = None
-    gate_bias: Any = None
-    up_bias: Any = None
-    down_bias: Any = None
-    norm_before_attention: Any = None
-    norm_after_attention: Any = None
-    norm_before_mlp: Any = None
-    norm_after_mlp: Any = None
-
-    @property
-    def qkv_biases(self) -> tuple[Any, Any, Any]:
-        return self.q_bias, self.k_bias, self.v_bias
-
-    @property
-    def gate_up_biases(self) -> tuple[Any, Any]:
-        return self.gate_bias, self.up_bias
-
-
-NORMS = tuple(name for name in Others._fields if name.startswith("norm_"))
-TENSORS = 2 * len(Adapters._fields)  # of adapters: A and B of each projection
-
 
 class Trained(NamedTuple):
-    """A value for each tensor that a layer may train."""
+    """A value for each tensor that a block may train."""
 
-    adapters: Adapters
-    others: Others | None
+    adapters: tuple[Adapter, ...]  # of its projections, the last one's last
+    biases: Sequence[Any] = ()  # theirs, [out] in any dtype; all None where no bias is trained
+    norm: Any = None  # [hidden], None where it is not trained
+    norm_after: Any = None  # likewise
 
     @classmethod
-    def from_flat(cls, values: Sequence) -> "Trained":
-        """Name these values: A and B of each adapter, then Others, if there are any."""
-        adapters, others = values[:TENSORS], values[TENSORS:]
-        if len(adapters) != TENSORS:
-            raise ValueError(
-                f"{NAME}: {len(adapters)} adapter tensors given, should be {TENSORS}: A "
-                f"and B of {', '.join(Adapters._fields)}"
-            )
-        if others and len(others) != len(Others._fields):
-            raise ValueError(
-                f"{NAME}: {len(others)} biases and norms given, should be none, or each of "
-                f"{', '.join(Others._fields)}, None for one that is not there"
-            )
-        return cls(Adapters(*adapters_of(adapters)), Others(*others) if others else None)
+    def from_flat(cls, values: Sequence, projections: int) -> "Trained":
+        """Name these values: A and B of each projection; then, where a bias or a norm is trained, a
+        bias of each and the weights of both norms, None for one that is not trained."""
+        adapters, others = values[: 2 * projections], values[2 * projections :]
+        if not others:
+            return cls(adapters_of(adapters), (None,) * projections)
+        *biases, norm, norm_after = others
+        return cls(adapters_of(adapters), biases, norm, norm_after)
 
-    def flat(self) -> Iterator:
+    def flat(self, has_others: bool) -> Iterator:
         """Return the values as `from_flat` takes them."""
         for adapter in self.adapters:
             yield from adapter
-        yield from self.others or ()
+        if has_others:
+            yield from (*self.biases, self.norm, self.norm_after)
 
 
-class FrozenLayer(NamedTuple):
-    """The operands of DecoderLayer that it does not train."""
+class Block(NamedTuple):
+    """What every block does not train."""
 
-    norm_before_attention: Norm | None  # None: attention takes hidden as it is
-    norm_before_mlp: Norm | None  # None likewise
-    qkv: WeightGroup
-    o: WeightGroup
-    gate_up: WeightGroup
-    down: WeightGroup
+    norm: Norm | None  # None: the projections take hidden as it is
+    inputs: WeightGroup  # of the projections that read the norm
+    output: WeightGroup  # of the one that is added to the residual
     filling: Filling
-    # of what attention and the MLP add to the residual; None: as it is
-    norm_after_attention: Norm | None = None
-    norm_after_mlp: Norm | None = None
-    multiplier: float = 1.0  # likewise of both
-    activation: str = "silu"  # of gate, as LoRA_MLP has it: "gelu_tanh" for GELU by tanh
-    heads: int = 0  # 0: it has no attention
-    kv_heads: int = 0
-    attention_scaling: float = 1.0
-    head_norms: HeadNorms | None = None  # of q, k and v; None: q and k are rotated as they are
-    has_gate: bool = False  # q's projection gives a gate beside each head (`output_gate.py`)
-    interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
-    # of q, k, v, o, gate, up and down: the probability with which an element of the adapter's input
-    # is dropped, None to share the mask of the projection before; empty: none is
+    norm_after: Norm | None = None  # of what is added to the residual; None: as it is
+    multiplier: float = 1.0  # likewise
+    columns_before: int = 0  # of rows for hidden's gradient, which the layer before takes; 0: any
+    has_entered: bool = False  # another function has run the projections that read the norm
+    # of each projection: the probability with which an element of its adapter's input is dropped,
+    # None to share the mask of the projection before; empty: none is
     dropout_rates: tuple[float | None, ...] = ()
+    masks_before: int = 0  # projections of the same layer whose masks have the same seed
+    trains_others: bool = False  # biases or norms, beside the adapters
 
     # --- of one call alone ---
 
     seed: Tensor | None = None  # [1] int64, of all masks: `draw_seed(hidden.device)`
-    # [batch or 1, positions] in fp32, multiplies q after RoPE; None: 1
-    q_scale: Tensor | None = None
-    window: int | None = None  # tokens of its document that each sees, itself the last; None: all
-    # False while checkpointing runs a layer again only for what it saves: no output is computed
-    output_needed: bool = True
 
     @property
-    def groups(self) -> tuple[WeightGroup, WeightGroup, WeightGroup, WeightGroup]:
-        return self.qkv, self.o, self.gate_up, self.down
+    def groups(self) -> tuple[WeightGroup, ...]:
+        return (self.output,) if self.has_entered else (self.inputs, self.output)
 
     @property
-    def attention_adds_directly(self) -> bool:
-        return self.norm_after_attention is None and self.multiplier == 1.0
+    def projections(self) -> int:
+        return 1 if self.has_entered else len(self.inputs.out_features) + 1
 
     @property
-    def mlp_adds_directly(self) -> bool:
-        return self.norm_after_mlp is None and self.multiplier == 1.0
+    def tensors(self) -> int:
+        """The number of tensors that it trains, as `Trained` has them."""
+        others = self.projections + 2 if self.trains_others else 0
+        return 2 * self.projections + others
 
-    def with_others(self, others: Others | None) -> "FrozenLayer":
-        """Return the operands, with their biases and norms replaced by those given in Others."""
-        if others is None:
+    @property
+    def adds_directly(self) -> bool:
+        return self.norm_after is None and self.multiplier == 1.0
+
+    def with_others(self, name: str, trained: Trained) -> "Block":
+        """Return the block with its biases and norms replaced by those that are trained."""
+        if not self.trains_others:
             return self
-        norms: dict[str, Any] = {
-            name: _with_weight(name, getattr(self, name), getattr(others, name)) for name in NORMS
-        }
+        *biases, bias = trained.biases
         return self._replace(
-            qkv=_with_biases("qkv", self.qkv, others.qkv_biases),
-            o=_with_biases("o", self.o, (others.o_bias,)),
-            gate_up=_with_biases("gate_up", self.gate_up, others.gate_up_biases),
-            down=_with_biases("down", self.down, (others.down_bias,)),
-            **norms,
+            norm=_with_weight(name, self.norm, trained.norm),
+            norm_after=_with_weight(name, self.norm_after, trained.norm_after),
+            inputs=_with_biases(name, self.inputs, biases),
+            output=_with_biases(name, self.output, (bias,)),
         )
 
-    def for_backward(self) -> "FrozenLayer":
-        """Return the operands without the tensors that backward does not read."""
-        if self.seed is None and all(group.own_bias is None for group in self.groups):
+    def for_backward(self) -> "Block":
+        """Return the block without the tensors that backward does not read."""
+        if self.seed is None and not self.trains_others:
             return self
-        qkv, o, gate_up, down = (group._replace(own_bias=None) for group in self.groups)
-        return self._replace(qkv=qkv, o=o, gate_up=gate_up, down=down, seed=None)
+        inputs, output = (one._replace(own_bias=None) for one in (self.inputs, self.output))
+        return self._replace(inputs=inputs, output=output, seed=None)
 
 
 def _with_weight(name: str, norm: Norm | None, weight: Tensor | None) -> Norm | None:
     if weight is None:
         return norm
     if norm is None:
-        raise ValueError(f"{NAME}: {name} is given, and the layer has no such norm: give None")
+        raise ValueError(f"{name}: a norm's weight is given that the block lacks: give None")
     return norm._replace(weight=weight)
 
 
@@ -199,7 +126,7 @@ def _with_biases(name: str, group: WeightGroup, biases: Sequence[Tensor | None])
         if bias is not None:
             if bias.shape != part.shape:
                 raise ValueError(
-                    f"{NAME}: {name}: bias {i} is {list(bias.shape)}, should be {list(part.shape)}"
+                    f"{name}: bias {i} is {list(bias.shape)}, should be {list(part.shape)}"
                 )
             part.copy_(bias)
     return group._replace(own_bias=own)
@@ -212,82 +139,69 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
 
-def kinds_of(others: Others | None) -> Others:
-    """Return the Kind of each, None for one that is not there."""
-    return Others(
-        *(None if other is None else Kind(other.shape, other.dtype) for other in others or ())
-    )
+class Kinds(NamedTuple):
+    """The Kind of each bias and norm that is trained, None for one that is not."""
+
+    biases: Sequence[Kind | None]
+    norm: Kind | None
+    norm_after: Kind | None
 
 
-def new_gradients(x: Tensor, kinds: Others, needed: Others | None) -> Others:
-    """Return new tensors of these kinds where a gradient is needed, None elsewhere."""
-    return Others(*(
-        x.new_empty(kind.shape, dtype=kind.dtype) if need else None
-        for kind, need in zip(kinds, needed or Others(), strict=True)
-    ))  # fmt: skip
+def kinds_of(trained: Trained) -> Kinds:
+    biases = tuple(map(_kind_of, trained.biases))
+    return Kinds(biases, _kind_of(trained.norm), _kind_of(trained.norm_after))
+
+
+def _kind_of(tensor: Tensor | None) -> Kind | None:
+    return None if tensor is None else Kind(tensor.shape, tensor.dtype)
 
 
 class Dropouts(NamedTuple):
-    """The masks of a layer's four buffers, None for one without any."""
+    """The masks of a block's two buffers, None for one without any."""
 
-    qkv: Dropout | None = None
-    o: Dropout | None = None
-    gate_up: Dropout | None = None
-    down: Dropout | None = None
+    inputs: Dropout | None = None
+    output: Dropout | None = None
 
 
-def draw_dropouts(
-    frozen: FrozenLayer, tokens: int, wanted: Sequence[WeightGroup] | None = None
-) -> Dropouts:
-    """Draw the masks of the projections' inputs.
-
-    wanted: the groups to draw for, None for all. Their masks are the same, whichever these are.
-    """
-    if not any(frozen.dropout_rates):
+def draw_dropouts(name: str, block: Block, tokens: int, of_output: bool = True) -> Dropouts:
+    """Draw the masks of the inputs of a block's projections. Each is the same, whichever others
+    are drawn."""
+    if not any(block.dropout_rates):
         return Dropouts()
-    groups = [group for group in frozen.groups for _ in group.out_features]
-    dropouts = [
-        dropout if wanted is None or any(group is one for one in wanted) else 0.0
-        for dropout, group in zip(frozen.dropout_rates, groups, strict=True)
+    is_drawn = [not block.has_entered] * len(block.inputs.out_features) + [of_output]
+    rates = [
+        rate if drawn else 0.0 for rate, drawn in zip(block.dropout_rates, is_drawn, strict=True)
     ]
-    columns = [group.in_features for group in groups]
-    masks = draw_masks(NAME, frozen.seed, dropouts, [tokens] * len(groups), columns)
+    columns = [block.inputs.in_features] * (len(rates) - 1) + [block.output.in_features]
+    before = block.masks_before
+    masks = draw_masks(
+        name, block.seed, [0.0] * before + rates, [tokens] * (before + len(rates)),
+        [0] * before + columns,
+    )  # fmt: skip
     if masks is None:
         return Dropouts()
-    left = iter(masks)
-    return Dropouts(*(
-        _dropout(group, tuple(next(left) for _ in group.out_features)) for group in frozen.groups
-    ))  # fmt: skip
+    *its, last = masks[before:]
+    return Dropouts(
+        Dropout(tuple(its), block.inputs.blocks) if any(its) else None,
+        Dropout((last,), block.output.blocks) if last else None,
+    )
 
 
-def _dropout(group: WeightGroup, masks: Masks) -> Dropout | None:
-    return Dropout(masks, group.blocks) if any(masks) else None
-
-
-def check_operands(
-    hidden: Tensor, cos: Tensor | None, sin: Tensor | None, adapters: Adapters, frozen: FrozenLayer
-) -> None:
+def check_block(name: str, hidden: Tensor, trained: Trained, block: Block) -> None:
     """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
-    check_layer_input(NAME, hidden, frozen.qkv)
-    check_activation(NAME, frozen.activation)
-    for name in NORMS:
-        norm = getattr(frozen, name)
+    *adapters, last = trained.adapters
+    if not block.has_entered:
+        check_input(name, hidden, block.inputs)
+        check_adapters(name, "", adapters, block.inputs)
+    check_adapters(name, "output: ", (last,), block.output)
+    for key, norm in (("norm", block.norm), ("norm_after", block.norm_after)):
         if norm is not None and norm.weight.shape != hidden.shape[2:]:
             raise ValueError(
-                f"{NAME}: {name} is {list(norm.weight.shape)}, should be {list(hidden.shape[2:])}"
+                f"{name}: {key} is {list(norm.weight.shape)}, should be {list(hidden.shape[2:])}"
             )
-    if any(angle is not None and angle.requires_grad for angle in (cos, sin)):
-        raise ValueError(
-            f"{NAME}: cos or sin requires a gradient, which it would not get: detach them, or use "
-            "the unfused layer"
-        )
-    check_adapters(NAME, "qkv", adapters.qkv, frozen.qkv)
-    check_adapters(NAME, "o", (adapters.o,), frozen.o)
-    check_adapters(NAME, "gate_up", (adapters.gate, adapters.up), frozen.gate_up)
-    check_adapters(NAME, "down", (adapters.down,), frozen.down)
 
 
-def check_layer_input(name: str, hidden: Tensor, group: WeightGroup) -> None:
+def check_input(name: str, hidden: Tensor, group: WeightGroup) -> None:
     """Raise ValueError unless hidden is what this group's projections can read."""
     if hidden.ndim != 3 or hidden.shape[2] != group.in_features:
         raise ValueError(
@@ -313,6 +227,6 @@ def check_adapters(name: str, part: str, adapters: Sequence[Adapter], group: Wei
         r = A.shape[0]
         if A.shape != (r, inputs) or B.shape != (out, r) or r > block:
             raise ValueError(
-                f"{name}: {part}: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
+                f"{name}: {part}A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
                 f"[r, {inputs}] and [{out}, r] of one r up to {block}"
             )

@@ -1,0 +1,220 @@
+"""The attention of a decoder layer as a block.
+
+The residual plus the attention of its norm. With the ends as `block.py` has them,
+
+    qkv     = [n | zn] M' + bias           q, k and v side by side, in one matmul
+    q, k    rotated where they lie (RoPE); with norms of their heads, as Qwen3 has, qkv stays as it
+            is, and one pass writes [RoPE(norm(q)) | RoPE(norm(k)) | v] beside it
+    a       = attention(q, k, v)           where q's projection gives a gate, times its sigmoid;
+                                           into [a | za], where our own kernels compute it
+
+and backward, for the gradient da of a,
+
+    dqkv    = attention backward, rotated back     into [dqkv | pn]; of q and k, where their heads
+                                                   are normed, through these norms in place
+
+Per token of Qwen2.5-3B (hidden 2,048, q and k and v 2,560; r = 32, bf16) it saves 17.8 kB: its
+input 4.1, [n|zn] 4.3, qkv 5.1, a 4.1, za, log-sum-exp and rstd 0.2. With norms of heads it saves q,
+k and v once more, as attention gets them: at Qwen3-8B (hidden 4,096, q and k and v 6,144) 12.3 kB,
+2.0 of these a second v, because attention reads all three from one buffer. The rstd of the heads
+are recomputed.
+
+Under checkpointing, if there is somewhere to keep them, a recompute keeps a, za and the sum. These
+are 8.2 kB a token, and save recomputing attention, the matmul with o and the sum.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.causal_attention import Attention
+from ..kernels.head_norms import HeadNorms
+from ..kernels.output_gate import gate_backward, gate_forward, split_gated_heads
+from ..kernels.qkv_attention import AttentionSaved, attention_backward, attention_forward
+from ..kernels.qkv_norm_rope import head_norms_backward, norm_rope_together
+from ..kernels.qkv_rope import rope_forward, scale_q, split_heads
+from ..kernels.rows import empty_rows
+from ..rerun import has_kept, once_as_record
+from .block import (
+    BlockBackward,
+    Entered,
+    Gradient,
+    Left,
+    add_output,
+    adds_to_copy,
+    rows_for_output,
+)
+from .buffer import Dropout, Incoming
+from .operands import Block, Dropouts, Trained
+
+
+class Attended(NamedTuple):
+    """Attention, and its output projection added to the residual."""
+
+    left: Left
+    total: Tensor  # [T, hidden], the sum
+    saved: AttentionSaved
+    before_gate: Tensor | None = None  # what o reads before its gate, if it has one
+
+
+class SavedAttention(NamedTuple):
+    """Results of an AttentionBlock's forward that its backward needs."""
+
+    entered: Entered
+    raw: Tensor | None  # [q | k | v] before the norms of heads, if there are any; with gates
+    qkv: Tensor
+    left: Left
+    attention: AttentionSaved
+    before_gate: Tensor | None
+
+
+class AttentionBlock(NamedTuple):
+    """An attention between a norm and the residual.
+
+    Equivalent PyTorch, where norms and projections are the layer's own::
+
+        # a norm that the layer lacks returns its input, as does rope without cos and sin
+        n = norm(x)
+        q, k, v = (split_into_heads(proj(n)) for proj in (q_proj, k_proj, v_proj))
+        q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any
+        v = head_norms.v(v)  # likewise
+        q = q * q_scale  # as every token has its own, if there is one
+        # with has_gate each head of q_proj(n) is followed by its gate
+        attended = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+        attended = join_heads(attended) * torch.sigmoid(gate)  # the gate, if there is one
+        total = x + norm_after(multiplier * o_proj(attended))
+    """
+
+    block: Block  # inputs: q, k and v. output: o
+    heads: int
+    kv_heads: int
+    scaling: float  # of the scores
+    head_norms: HeadNorms | None = None  # of q, k and v; None: q and k are rotated as they are
+    has_gate: bool = False  # q's projection gives a gate beside each head (`output_gate.py`)
+    interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
+
+    # --- of one call alone; none gets a gradient ---
+
+    positions: int = 0
+    # [batch or 1, positions, head_dim or less], as rope's. None: q and k are not rotated
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    # None, for causal attention, or what scaled_dot_product_attention takes, or documents' bounds,
+    # beside which window hides older tokens
+    mask: Tensor | None = None
+    # [batch or 1, positions] in fp32, multiplies q after RoPE; None: 1
+    q_scale: Tensor | None = None
+    window: int | None = None  # tokens of its document that each sees, itself the last; None: all
+
+    @property
+    def output_needed(self) -> bool:
+        return True
+
+    def check(self, name: str) -> None:
+        if any(angle is not None and angle.requires_grad for angle in (self.cos, self.sin)):
+            raise ValueError(
+                f"{name}: cos or sin requires a gradient, which it would not get: detach them, or "
+                "use the unfused layer"
+            )
+
+    def forward(
+        self, x: Tensor, output: Tensor | None, dropouts: Dropouts
+    ) -> tuple[Tensor, SavedAttention]:
+        """Return total, in output if that is given, and what backward needs."""
+        block, inputs = self.block, self.block.inputs
+        if output is None and not has_kept():
+            output = torch.empty_like(x)
+        # the norm also writes the copy of x that o adds to; a recompute may have kept the sum
+        qkv, n, rstd = inputs.buffer.project_norm(
+            x, block.norm, inputs.base_bias, dropouts.inputs,
+            None if has_kept() or not adds_to_copy(block, dropouts.output) else output,
+        )  # fmt: skip
+        raw, qkv = self._norm_and_rotate(qkv)
+        attended = once_as_record(lambda: self._attend(x, raw, qkv, output, dropouts.output))
+        entered = Entered(n, rstd)
+        return attended.total, SavedAttention(
+            entered, raw, qkv, attended.left, attended.saved, attended.before_gate
+        )
+
+    def _norm_and_rotate(self, qkv: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Norm the heads of q, k and v, if they have norms, and rotate q and k. Return (raw, qkv).
+        With norms qkv is new and raw is the given one. Without, qkv is rotated in place."""
+        features = self.block.output.in_features  # q_proj may give gates as well
+        heads, kv_heads, cos, sin = self.heads, self.kv_heads, self.cos, self.sin
+        if self.head_norms is None:
+            if cos is not None:
+                assert sin is not None
+                rope_forward(qkv, cos, sin, heads, kv_heads, self.interleaved)
+            scale_q(qkv, self.q_scale, features)
+            return None, qkv
+        split = split_gated_heads if self.has_gate else split_heads
+        q, k, v = split(qkv, self.positions, heads, kv_heads)
+        rotated = qkv.new_empty(len(qkv), (heads + 2 * kv_heads) * q.shape[3])
+        norm_rope_together(q, k, v, self.head_norms, cos, sin, rotated, self.interleaved)
+        scale_q(rotated, self.q_scale, features)
+        return qkv, rotated
+
+    def _attend(
+        self, x: Tensor, raw: Tensor | None, qkv: Tensor, total: Tensor | None,
+        dropout: Dropout | None,
+    ) -> Attended:  # fmt: skip
+        """Attend, multiply by the gate in raw, if there is one, project by o and add to the
+        residual x in total."""
+        assert total is not None
+        extended, out = rows_for_output(self.block, qkv, len(x), dropout)
+        attention = Attention(
+            self.positions, self.heads, self.kv_heads, self.scaling, self.interleaved, self.window
+        )
+        before_gate = None
+        if self.has_gate:
+            assert raw is not None
+            before_gate, saved = attention_forward(qkv, self.mask, attention)
+            a = gate_forward(before_gate, raw, before_gate.shape[1] // self.heads, out)
+        else:
+            a, saved = attention_forward(qkv, self.mask, attention, out)
+        left = add_output(self.block, x, a, extended, total, dropout)
+        return Attended(left, total, saved, before_gate)
+
+    def backward(
+        self, run: BlockBackward, x: Tensor, saved: SavedAttention, gradient: Gradient,
+        need_x: bool, before: BlockBackward | None,
+    ) -> tuple[Gradient | None, Trained]:  # fmt: skip
+        """Return the gradients of x, None if nothing needs it, and of what the block trains."""
+        inputs, output, dropout = self.block.inputs, self.block.output, run.dropouts.output
+        incoming = run.of_output(gradient, saved.left.normed)
+        da, pa = output.buffer.gradient(incoming, None, dropout)
+        o = run.sum_output(incoming, saved.left, pa, dropout)
+        del incoming
+        grad_qkv = empty_rows(inputs.A, len(da), inputs.grad_columns)
+        self._attention_gradient(da, saved, grad_qkv[:, : inputs.out])
+        del da
+        grad_x, pn = run.of_input(
+            Incoming(grad_qkv), gradient.total, x, saved.entered, need_x, before
+        )
+        return grad_x, run.trained((*run.sum_inputs(saved.entered, pn, grad_qkv), o))
+
+    def _attention_gradient(self, grad: Tensor, saved: SavedAttention, grad_qkv: Tensor) -> None:
+        """Write the gradient of q, k and v (with a gate beside each head of q, if there are gates)
+        into grad_qkv [T, out], given that of o's input."""
+        heads, kv_heads, attended, target = self.heads, self.kv_heads, saved.left.x, grad_qkv
+        split = split_gated_heads if self.has_gate else split_heads
+        if self.has_gate:
+            assert saved.raw is not None and saved.before_gate is not None
+            attended = saved.before_gate
+            grad = gate_backward(grad, attended, saved.raw, attended.shape[1] // heads, grad_qkv)
+            target = torch.empty_like(saved.qkv)
+        attention_backward(
+            grad, saved.qkv, self.cos, self.sin, self.mask, attended, saved.attention, target
+        )
+        scale_q(target, self.q_scale, attended.shape[1])
+        if saved.raw is not None:
+            assert self.head_norms is not None
+            q, k, v = split(saved.raw, self.positions, heads, kv_heads)
+            head_norms_backward(q, k, v, self.head_norms, target)
+        if self.has_gate:
+            parts = split(grad_qkv, self.positions, heads, kv_heads)
+            found = split_heads(target, self.positions, heads, kv_heads)
+            for part, one in zip(parts, found, strict=True):
+                part.copy_(one)

@@ -1,0 +1,221 @@
+"""What the blocks of a decoder layer share: their two ends, forward and backward.
+
+A decoder layer is two blocks, each of which adds to the residual x (`decoder_layer.py` runs them):
+
+    attention    x + attention of the norm of x      `attention_block.py`; or another mixer,
+                                                     `mixer_block.py`
+    MLP          x + MLP of the norm of x            `mlp_block.py`
+
+A block reads its norm with projections that share it (q, k and v; gate and up), computes, and ends
+with one projection (o; down). Its ends lead from the residual to what its first projections give,
+and from what the last one reads to the residual. Forward, for the residual x [T, hidden] and M the
+bordered buffers (`buffer.py`):
+
+    n     = norm(x)                    into the first columns of [n | zn], and x into a copy
+    zn    = n A'                       into its others
+    p     = [n | zn] M' + bias         of all projections that share n, side by side
+    ...                                attention, SwiGLU or a mixer makes a of p
+    za    = a A'                       into [a | za]
+    t     = x + [a | za] M'            into the copy of x, and rounded once; what is added may be
+                                       multiplied or normed
+
+Backward, for the incoming g:
+
+    pa    = g sB                       into the other columns of [g | pa]
+    da    = [g | pa] M
+    ...                                the gradient dp of p, from that of a
+    pn    = dp sB                      into [dp | pn]
+    dn    = [dp | pn] M
+    dx    = norm backward of dn, plus g
+    dA    = pn' n, pa' a               and, in the same launch,
+    dB    = s dp' zn, s g' za
+
+Where what is added is normed, the last projection gives u, which is saved. One more pass makes
+t = x + norm(u), and g becomes the gradient of u for the last projection.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.residual import add_normed
+from ..kernels.rows import empty_rows
+from ..rerun import keeps_elsewhere
+from .adapter_sums import AdapterSums
+from .buffer import Dropout, Incoming, ProductInput
+from .filling import Adapter, Filling
+from .operands import Block, Dropouts, Kind, Kinds, Trained
+from .residual import Norm, Normed, addend_gradient, norm_backward
+
+
+class Entered(NamedTuple):
+    """The beginning of a block."""
+
+    n: ProductInput  # the norm of the residual, which the projections read
+    rstd: Tensor | None  # of the norm
+    mask: Tensor | None = None  # [T, 1], which has multiplied x in front of the norm alone
+
+
+class Left(NamedTuple):
+    """The end of a block."""
+
+    x: Tensor  # [T, in], what the last projection reads
+    z: Tensor  # x A'
+    normed: Normed | None  # what the last projection gave, where that is normed
+
+
+def rows_for_output(
+    block: Block, like: Tensor, tokens: int, dropout: Dropout | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return memory for [a | za], which the last matmul reads, and its first columns if a may be
+    computed there; None for what is not needed."""
+    if not block.output.buffer.accumulates(dropout):
+        return None, None
+    extended = empty_rows(like, tokens, block.output.x_columns)
+    return extended, None if keeps_elsewhere() else extended[:, : block.output.in_features]
+
+
+def adds_to_copy(block: Block, dropout: Dropout | None) -> bool:
+    """Return True if the last matmul adds to a copy of the residual, which the norm has written."""
+    return block.norm_after is None and block.output.buffer.accumulates(dropout)
+
+
+def add_output(
+    block: Block, x: Tensor, a: Tensor, extended: Tensor | None, total: Tensor,
+    dropout: Dropout | None,
+) -> Left:  # fmt: skip
+    """Make total the residual x plus the last projection of a. Where that `adds_to_copy`, total
+    holds x already. extended: as `Buffer` has it."""
+    output = block.output
+
+    def add(residual: Tensor, total: Tensor) -> Tensor:
+        return output.buffer.add_projected(
+            a, extended, residual, total, output.base_bias, block.multiplier, dropout
+        )
+
+    if block.norm_after is None:
+        return Left(a, add(x, total), None)
+    projected = torch.zeros_like(x)
+    z = add(projected, projected)
+    return Left(a, z, add_norm_of(x, projected, block.norm_after, total))
+
+
+def add_norm_of(residual: Tensor, projected: Tensor, norm: Norm, total: Tensor) -> Normed:
+    rstd = add_normed(residual, projected, norm.weight, norm.eps, total, norm.zero_centered)
+    return Normed(projected, rstd)
+
+
+class Gradient(NamedTuple):
+    """The gradient of a residual."""
+
+    total: Tensor  # [T, hidden], in the residual's dtype
+    incoming: Incoming | None  # as the last projection of the block before reads it; None: as it is
+
+
+class BlockBackward:
+    """The two ends of a block's backward, and what they share.
+
+    grads: the gradients of biases and norms, which the ends write. sums: computes those of
+    adapters, of all blocks at once.
+    """
+
+    def __init__(
+        self, block: Block, dropouts: Dropouts, adapters: Sequence[Adapter], needed: Trained,
+        kinds: Kinds, sums: AdapterSums,
+    ):  # fmt: skip
+        self.block, self.dropouts, self.sums = block, dropouts, sums
+        *self.adapters, self.last_adapter = adapters
+        *self.need, self.need_last = needed.adapters
+        self.mixer_grads: tuple[Tensor | None, ...] = (None, None)  # of a mixer's result and gate
+        like = block.output.A
+        pairs = zip(kinds.biases, needed.biases, strict=True)
+        *self.bias_grads, self.last_bias_grad = [_new(like, *pair) for pair in pairs]
+        self.norm_grad = _new(like, kinds.norm, needed.norm)
+        self.norm_after_grad = _new(like, kinds.norm_after, needed.norm_after)
+
+    def of_output(self, gradient: Gradient, normed: Normed | None) -> Incoming:
+        """Return the gradient of what the last projection gave."""
+        block, (total, incoming) = self.block, gradient
+        like, columns = block.output.A, block.output.grad_columns
+        if not block.adds_directly:
+            incoming = Incoming(addend_gradient(
+                total, block.multiplier, normed, block.norm_after, self.norm_after_grad, like,
+                columns,
+            ))  # fmt: skip
+        elif incoming is None:
+            rows = empty_rows(like, len(total), columns)
+            rows[:, : total.shape[1]].copy_(total)
+            incoming = Incoming(rows)
+        assert incoming.rows is not None
+        block.output.sum_biases(incoming.rows, (self.last_bias_grad,))
+        return incoming
+
+    def sum_output(
+        self, incoming: Incoming, left: Left, p: Tensor, dropout: Dropout | None
+    ) -> Adapter:
+        """Return the gradients of the last projection's adapter."""
+        group, adapter, need = self.block.output, (self.last_adapter,), (self.need_last,)
+        assert incoming.rows is not None
+        (B,) = self.sums.add_B(group, adapter, need, incoming.rows, left.z)
+        (A,) = self.sums.add_A(group, adapter, need, left.x, p, dropout)
+        return Adapter(A, B)
+
+    def of_input(
+        self, incoming: Incoming, grad_residual: Tensor, x: Tensor, entered: Entered,
+        need_x: bool, before: "BlockBackward | None" = None,
+    ) -> tuple[Gradient | None, Tensor | None]:  # fmt: skip
+        """Return the gradient of the residual x and p of the projections that share its norm, None
+        for what nothing needs. grad_residual: of x beside the block. before: who takes it next."""
+        block, (n, rstd, mask), norm_grad = self.block, entered, self.norm_grad
+        group = block.inputs
+        if incoming.rows is not None:
+            group.sum_biases(incoming.rows, self.bias_grads)
+        if not need_x and norm_grad is None:
+            if not any(need.A for need in self.need):
+                return None, None
+            assert incoming.rows is not None
+            return None, group.buffer.adapter_gradient(incoming.rows[:, : group.out], n.scales)
+        grad_n, p = group.buffer.gradient(incoming, n.scales, self.dropouts.inputs)
+        if mask is not None:
+            grad_n.mul_(mask)
+        if before is not None:
+            is_read = before.block.adds_directly and before.dropouts.output is None
+            return Gradient(*before.block.output.buffer.norm_backward(
+                grad_n, grad_residual, x, block.norm, rstd, norm_grad, is_read
+            )), p  # fmt: skip
+        # as wide as the backward of the layer before needs it, which then copies nothing
+        wide = empty_rows(x, len(x), max(block.columns_before, x.shape[1]))
+        grad_x = wide[:, : x.shape[1]]
+        norm_backward(grad_n, grad_residual, x, block.norm, rstd, grad_x, norm_grad)
+        return Gradient(grad_x, Incoming(wide)), p
+
+    def sum_inputs(self, entered: Entered, p: Tensor | None, grad: Tensor) -> list[Adapter]:
+        """Return the gradients of the adapters that share the norm. grad: of what they gave."""
+        group = self.block.inputs
+        all_B = self.sums.add_B(group, self.adapters, self.need, grad, entered.n.z)
+        return list(map(Adapter, self.sum_A(entered, p), all_B))
+
+    def sum_A(self, entered: Entered, p: Tensor | None) -> list[Tensor | None]:
+        return self.sums.add_A(
+            self.block.inputs, self.adapters, self.need, entered.n.x, p, self.dropouts.inputs
+        )
+
+    def trained(self, adapters: Sequence[Adapter]) -> Trained:
+        """Return the gradients of all that the block trains."""
+        biases = [*self.bias_grads, self.last_bias_grad]
+        return Trained(tuple(adapters), biases, self.norm_grad, self.norm_after_grad)
+
+
+def handed_over(filling: Filling, gradient: Gradient | None, hidden: Tensor) -> Tensor | None:
+    """Return the gradient of hidden, and leave its rows for the layer before."""
+    if gradient is None:
+        return None
+    if gradient.incoming is not None and gradient.incoming.rows is not None:
+        filling.handover.offer(gradient.incoming.rows)
+    return gradient.total.view(hidden.shape)
+
+
+def _new(like: Tensor, kind: Kind | None, need: bool | None) -> Tensor | None:
+    return like.new_empty(kind.shape, dtype=kind.dtype) if kind is not None and need else None
