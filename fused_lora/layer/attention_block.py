@@ -94,6 +94,7 @@ class AttentionBlock(NamedTuple):
     head_norms: HeadNorms | None = None  # of q, k and v; None: q and k are rotated as they are
     has_gate: bool = False  # q's projection gives a gate beside each head (`output_gate.py`)
     interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
+    sinks: Tensor | None = None  # [heads], one more score in each softmax, whose value is 0
 
     # --- of one call alone; none gets a gradient ---
 
@@ -125,7 +126,7 @@ class AttentionBlock(NamedTuple):
         """Return total, in output if that is given, and what backward needs."""
         block, inputs = self.block, self.block.inputs
         if output is None and not has_kept():
-            output = torch.empty_like(x)
+            output = torch.empty_like(x)  # not the last block
         # the norm also writes the copy of x that o adds to; a recompute may have kept the sum
         qkv, n, rstd = inputs.buffer.project_norm(
             x, block.norm, inputs.base_bias, dropouts.inputs,
@@ -173,7 +174,7 @@ class AttentionBlock(NamedTuple):
             before_gate, saved = attention_forward(qkv, self.mask, attention)
             a = gate_forward(before_gate, raw, before_gate.shape[1] // self.heads, out)
         else:
-            a, saved = attention_forward(qkv, self.mask, attention, out)
+            a, saved = attention_forward(qkv, self.mask, attention, out, self.sinks)
         left = add_output(self.block, x, a, extended, total, dropout)
         return Attended(left, total, saved, before_gate)
 

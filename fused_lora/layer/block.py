@@ -79,24 +79,24 @@ def rows_for_output(
 
 def adds_to_copy(block: Block, dropout: Dropout | None) -> bool:
     """Return True if the last matmul adds to a copy of the residual, which the norm has written."""
-    return block.norm_after is None and block.output.buffer.accumulates(dropout)
+    return block.adds and block.norm_after is None and block.output.buffer.accumulates(dropout)
 
 
 def add_output(
     block: Block, x: Tensor, a: Tensor, extended: Tensor | None, total: Tensor,
     dropout: Dropout | None,
 ) -> Left:  # fmt: skip
-    """Make total the residual x plus the last projection of a. Where that `adds_to_copy`, total
-    holds x already. extended: as `Buffer` has it."""
+    """Make total the residual x plus the last projection of a, or that alone. Where it
+    `adds_to_copy`, total holds x already. extended: as `Buffer` has it."""
     output = block.output
 
-    def add(residual: Tensor, total: Tensor) -> Tensor:
+    def add(residual: Tensor | None, total: Tensor) -> Tensor:
         return output.buffer.add_projected(
             a, extended, residual, total, output.base_bias, block.multiplier, dropout
         )
 
     if block.norm_after is None:
-        return Left(a, add(x, total), None)
+        return Left(a, add(x if block.adds else None, total), None)
     projected = torch.zeros_like(x)
     z = add(projected, projected)
     return Left(a, z, add_norm_of(x, projected, block.norm_after, total))
@@ -180,6 +180,8 @@ class BlockBackward:
         grad_n, p = group.buffer.gradient(incoming, n.scales, self.dropouts.inputs)
         if mask is not None:
             grad_n.mul_(mask)
+        if not block.adds:
+            return Gradient(grad_n, None), p
         if before is not None:
             is_read = before.block.adds_directly and before.dropouts.output is None
             return Gradient(*before.block.output.buffer.norm_backward(
@@ -214,7 +216,7 @@ def handed_over(filling: Filling, gradient: Gradient | None, hidden: Tensor) -> 
         return None
     if gradient.incoming is not None and gradient.incoming.rows is not None:
         filling.handover.offer(gradient.incoming.rows)
-    return gradient.total.view(hidden.shape)
+    return gradient.total.view(hidden.shape).to(hidden.dtype)
 
 
 def _new(like: Tensor, kind: Kind | None, need: bool | None) -> Tensor | None:

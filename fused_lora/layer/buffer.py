@@ -111,14 +111,14 @@ class Buffer:
         return True
 
     def add_projected(
-        self, x: Tensor, extended: Tensor | None, residual: Tensor, total: Tensor,
+        self, x: Tensor, extended: Tensor | None, residual: Tensor | None, total: Tensor,
         bias: Tensor | None, multiplier: float, dropout: Dropout | None,
     ) -> Tensor:  # fmt: skip
         """Make total residual + multiplier (x W' + bias + adapters); return z, new.
 
-        residual: not read if `accumulates`: total then holds it already. extended: rows for
-        [x | z]; x may be their first columns. None: allocate them if needed. One matmul adds and
-        rounds once. A bias rounds once more.
+        residual: not read if `accumulates`: total then holds it already. None: 0. extended: rows
+        for [x | z]; x may be their first columns. None: allocate them if needed. One matmul adds
+        and rounds once. A bias rounds once more.
         """
         z = x.new_empty(x.shape[0], self.A.shape[0])
         if extended is None:
@@ -131,7 +131,7 @@ class Buffer:
             if first.data_ptr() != x.data_ptr():
                 first.copy_(x)
             rest.copy_(z)
-        self.add_product(total, extended, multiplier)
+        self.add_product(total, extended, multiplier, adds=residual is not None)
         if bias is not None:
             total.add_(bias, alpha=multiplier)
         return z
@@ -221,11 +221,13 @@ class Buffer:
         weight = self.matrix[: self.sB.shape[0]].t()
         return extended @ weight if bias is None else torch.addmm(bias, extended, weight)
 
-    def add_product(self, total: Tensor, extended: Tensor, multiplier: float) -> None:
-        """Add multiplier [x | z] M[:out]' to total."""
+    def add_product(
+        self, total: Tensor, extended: Tensor, multiplier: float, adds: bool = True
+    ) -> None:
+        """Add multiplier [x | z] M[:out]' to total, or write it there."""
         weight = self.matrix[: self.sB.shape[0]].t()
-        if total.dtype == extended.dtype:
-            total.addmm_(extended, weight, alpha=multiplier)
+        if total.dtype == extended.dtype:  # beta = 0 ignores what total holds
+            total.addmm_(extended, weight, alpha=multiplier, beta=float(adds))
         else:
             add_matmul_to_fp32(total, extended, weight, multiplier)
 

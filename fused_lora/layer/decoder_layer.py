@@ -104,11 +104,15 @@ class DecoderLayer(torch.autograd.Function):
         filling, groups = _filled(blocks)
         filling.fill(groups, list(chain.from_iterable(adapters)))
         # not a view itself, or autograd would forbid to change it in place
-        output = hidden.new_empty(hidden.shape) if blocks[-1].output_needed else None
+        output = None
+        if blocks[-1].output_needed:
+            last = blocks[-1].block
+            dtype = hidden.dtype if last.adds else last.output.A.dtype
+            output = hidden.new_empty(*hidden.shape[:2], last.output.out, dtype=dtype)
         total, totals, all_saved, all_dropouts = as_rows(hidden), [], [], []
         for i, block in enumerate(blocks):
             is_last = i == len(blocks) - 1
-            target = output.view(total.shape) if is_last and output is not None else None
+            target = output.flatten(0, 1) if is_last and output is not None else None
             dropouts = draw_dropouts(NAME, block.block, len(total))
             total, saved = block.forward(total, target, dropouts)
             all_saved.append(saved)
@@ -179,3 +183,14 @@ def _by_block(values: Sequence, blocks: Blocks) -> Iterator[Trained]:
 def _filled(blocks: Blocks) -> tuple[Filling, list[WeightGroup]]:
     """Return what fills the borders of these blocks, and their buffers."""
     return blocks[0].block.filling, [group for block in blocks for group in block.block.groups]
+
+
+class LoRA_Attention(DecoderLayer):
+    """``LoRA_Attention.apply(hidden, None, None, *trained, (block,))``: an attention alone, as an
+    AttentionBlock without norms that does not add.
+
+    Equivalent PyTorch, with the names of AttentionBlock::
+
+        hidden = hidden.to(compute_dtype)
+        output = o_proj(attention(q_proj(hidden), k_proj(hidden), v_proj(hidden)))
+    """

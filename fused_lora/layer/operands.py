@@ -58,6 +58,7 @@ class Block(NamedTuple):
     filling: Filling
     norm_after: Norm | None = None  # of what is added to the residual; None: as it is
     multiplier: float = 1.0  # likewise
+    adds: bool = True  # False: the output is what would be added, in the buffers' dtype
     columns_before: int = 0  # of rows for hidden's gradient, which the layer before takes; 0: any
     has_entered: bool = False  # another function has run the projections that read the norm
     # of each projection: the probability with which an element of its adapter's input is dropped,
@@ -86,6 +87,7 @@ class Block(NamedTuple):
 
     @property
     def adds_directly(self) -> bool:
+        """Return True if the gradient of the output is that of what the last projection gave."""
         return self.norm_after is None and self.multiplier == 1.0
 
     def with_others(self, name: str, trained: Trained) -> "Block":
