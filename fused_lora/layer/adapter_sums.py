@@ -6,7 +6,6 @@ them in the same pass: `new_swiglu_gradients`.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
@@ -39,7 +38,7 @@ class AdapterSums:
         gradients: list[Tensor | None] = []
         products = []
         for i, (adapter, need, first) in enumerate(
-            zip(adapters, needed, _starts(group.blocks), strict=True)
+            zip(adapters, needed, group.starts, strict=True)
         ):
             if not need.A:
                 gradients.append(None)
@@ -62,7 +61,7 @@ class AdapterSums:
         needed. grad: of the projections' outputs, in its first columns."""
         gradients: list[Tensor | None] = []
         parts = zip(
-            adapters, needed, group.by_projection(grad), _starts(group.blocks), group.scalings,
+            adapters, needed, group.by_projection(grad), group.starts, group.scalings,
             strict=True,
         )  # fmt: skip
         for adapter, need, part, first, scaling in parts:
@@ -79,11 +78,6 @@ class AdapterSums:
         """Write all gradients that were added, and let go of their factors."""
         sums_over_tokens(self._sums)
         self._sums = []
-
-
-def _starts(blocks: Sequence[int]) -> list[int]:
-    """Return the first column of each projection in a border."""
-    return list(accumulate(blocks, initial=0))[: len(blocks)]
 
 
 class SwiGLUGradients(NamedTuple):
@@ -112,7 +106,7 @@ def new_swiglu_gradients(
         down_product = Product(p[:, :rank], down_A.t(), mask=mask_of_one(dropout))
     products: list[Product | None] = []
     for adapter, need, first, scaling in zip(
-        (adapters.gate, adapters.up), (needed.gate, needed.up), _starts(group.blocks),
+        (adapters.gate, adapters.up), (needed.gate, needed.up), group.starts,
         group.scalings, strict=True,
     ):  # fmt: skip
         product = None

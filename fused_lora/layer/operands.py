@@ -177,7 +177,7 @@ class FrozenLayer(NamedTuple):
         """Return the operands without the tensors that backward does not read."""
         if self.seed is None and all(group.own_bias is None for group in self.groups):
             return self
-        qkv, o, gate_up, down = (group._replace(own_bias=None) for group in self.groups)
+        qkv, o, gate_up, down = (group.with_own_bias(None) for group in self.groups)
         return self._replace(qkv=qkv, o=o, gate_up=gate_up, down=down, seed=None)
 
 
@@ -202,7 +202,7 @@ def _with_biases(name: str, group: WeightGroup, biases: Sequence[Tensor | None])
                     f"{NAME}: {name}: bias {i} is {list(bias.shape)}, should be {list(part.shape)}"
                 )
             part.copy_(bias)
-    return group._replace(own_bias=own)
+    return group.with_own_bias(own)
 
 
 class Kind(NamedTuple):
