@@ -20,8 +20,10 @@ FAULTS = (
     Fault("fused_mlp/utils.py", "columns.addmm_(grad, B, beta=0, alpha=scaling)",
           "columns.addmm_(grad, B, beta=0)", "contract"),
     Fault("fused_mlp/dropout.py", "WHOLE / keep)", "1.0)", "dropout"),
-    Fault("fused_mlp/launching.py", "type(argument), argument)", "argument, argument)",
-          "launching"),
+    Fault("fused_mlp/launching.py", "id(kernel), *map(type, arguments)", "id(kernel)", "launching"),
+    Fault("fused_mlp/launching.py", "key[place] = tensor.dtype", "key[place] = None", "launching"),
+    Fault("fused_mlp/launching.py", "if address % ALIGNMENT or tensor", "if tensor", "launching"),
+    Fault("fused_mlp/launching.py", "key[place] >>= 31", "key[place] = 0", "launching"),
     # --- techniques ---
     Fault("fused_lora/kernels/rotation.py", "-sin_2, -sin_1", "-sin_1, -sin_2", "rope"),
     Fault("fused_lora/functions/gated_norm.py", "normed * slope", "normed", "contract"),
