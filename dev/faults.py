@@ -193,6 +193,12 @@ FAULTS = (
     Fault("fused_lora/loss/fp8_head.py", "label_gradient[:, None].to(grad.dtype)))",
           "label_gradient[:, None].to(grad.dtype).abs()))", "fp8_head"),
     # --- step ---
+    Fault("fused_lora/rerun.py", "{_row(tensors)} = tensors", "{_row(tensors[::-1])} = tensors",
+          "decoder_layer_autograd"),
+    Fault("fused_lora/rerun.py", "if layout.types == [*map(type, tensors + values + records)]:",
+          "if True:", "decoder_layer_autograd"),
+    Fault("fused_lora/step/recompute.py", "if value.requires_grad else value.detach()", "",
+          "recompute"),
     Fault("fused_lora/step/recompute.py", "_set_random(now)", "pass", "recompute"),
     Fault("fused_lora/step/recompute.py", "function(end < len(", "function(end <= len(",
           "recompute"),
