@@ -35,20 +35,17 @@ class AdapterSums:
         x: what the projections read, or its codes; p then has been multiplied by their scales. p
         may be None if no A needs a gradient.
         """
-        gradients: list[Tensor | None] = []
+        gradients: list[Tensor | None] = [None] * len(adapters)
+        if p is None:
+            return gradients
         products = []
-        for i, (adapter, need, first) in enumerate(
-            zip(adapters, needed, group.starts, strict=True)
-        ):
-            if not need.A:
-                gradients.append(None)
-                continue
-            assert p is not None
-            rank = adapter.A.shape[0]
-            gradient = x.new_empty(rank, x.shape[1], dtype=adapter.A.dtype)
-            mask = None if dropout is None else dropout.masks[i]
-            products.append(Product(p[:, first : first + rank], gradient.t(), mask=mask))
-            gradients.append(gradient)
+        parts = zip(adapters, needed, group.by_block(p), strict=True)
+        for i, (adapter, need, factor) in enumerate(parts):
+            if need.A:
+                rank = adapter.A.shape[0]
+                gradients[i] = gradient = x.new_empty(rank, x.shape[1], dtype=adapter.A.dtype)
+                mask = None if dropout is None else dropout.masks[i]
+                products.append(Product(_columns(factor, rank), gradient.t(), mask=mask))
         if products:
             self._sums.append((x, products))
         return gradients
@@ -59,25 +56,27 @@ class AdapterSums:
     ) -> list[Tensor | None]:  # fmt: skip
         """Return new tensors for the gradients of each B, ``s * (grad.t() @ z)``, None where not
         needed. grad: of the projections' outputs, in its first columns."""
-        gradients: list[Tensor | None] = []
+        gradients: list[Tensor | None] = [None] * len(adapters)
         parts = zip(
-            adapters, needed, group.by_projection(grad), group.starts, group.scalings,
+            adapters, needed, group.by_projection(grad), group.by_block(z), group.scalings,
             strict=True,
         )  # fmt: skip
-        for adapter, need, part, first, scaling in parts:
-            if not need.B:
-                gradients.append(None)
-                continue
-            rank = adapter.A.shape[0]
-            gradient = grad.new_empty(part.shape[1], rank, dtype=adapter.B.dtype)
-            self._sums.append((part, [Product(z[:, first : first + rank], gradient, scaling)]))
-            gradients.append(gradient)
+        for i, (adapter, need, part, factor, scaling) in enumerate(parts):
+            if need.B:
+                rank = adapter.A.shape[0]
+                gradients[i] = gradient = grad.new_empty(part.shape[1], rank, dtype=adapter.B.dtype)
+                self._sums.append((part, [Product(_columns(factor, rank), gradient, scaling)]))
         return gradients
 
     def compute(self) -> None:
         """Write all gradients that were added, and let go of their factors."""
         sums_over_tokens(self._sums)
         self._sums = []
+
+
+def _columns(factor: Tensor, rank: int) -> Tensor:
+    """Return the columns of its block that an adapter has."""
+    return factor if factor.shape[1] == rank else factor[:, :rank]
 
 
 class SwiGLUGradients(NamedTuple):
