@@ -23,6 +23,7 @@ With dropout, separate kernels compute every projection's z and p A from masked 
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,6 @@ from ..kernels.residual import extend_rows
 from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
 from ..kernels.swiglu_products_forward import swiglu_forward_product
-from ..rerun import WITHOUT_TENSORS
 from .residual import Norm, apply_norm, norm_backward
 from .shards import Shard
 
@@ -261,50 +261,39 @@ class PlacedWeight:
         raise NotImplementedError
 
 
-class WeightGroup(NamedTuple):
-    """One buffer and how it is laid out: what its products need and do not train."""
+class WeightGroup:
+    """One buffer and how it is laid out: what its products need and do not train.
 
-    buffer: Buffer
-    in_features: int
-    out_features: tuple[int, ...]  # of each projection; out is their sum
-    blocks: tuple[int, ...]  # columns of the border for each; width is their sum, rounded up
-    scalings: tuple[float, ...]
-    own_bias: Tensor | None = None  # replaces the buffer's, where one is trained
+    out_features: of each projection; out is their sum. blocks: columns of the border for each,
+    which begin at `starts`. x_columns: of [x | z]. grad_columns: of [dy | p]. own_bias: replaces
+    the buffer's, where one is trained. base_bias: the bias without what is beside it for z.
+    """
 
-    @property
-    def A(self) -> Tensor:
-        return self.buffer.A
+    def __init__(
+        self, buffer: Buffer, in_features: int, out_features: tuple[int, ...],
+        blocks: tuple[int, ...], scalings: tuple[float, ...], own_bias: Tensor | None = None,
+    ):  # fmt: skip
+        self.buffer, self.A, self.sB = buffer, buffer.A, buffer.sB
+        self.in_features, self.out_features, self.out = in_features, out_features, sum(out_features)
+        self.blocks, self.starts = blocks, tuple(accumulate(blocks[:-1], initial=0))
+        self.scalings, self.own_bias = scalings, own_bias
+        width = self.A.shape[0]
+        self.x_columns, self.grad_columns = in_features + width, self.out + width
+        self.bias = buffer.bias if own_bias is None else own_bias
+        self.base_bias = None if self.bias is None else self.bias[: self.out]
 
-    @property
-    def sB(self) -> Tensor:
-        return self.buffer.sB
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.buffer.bias if self.own_bias is None else self.own_bias
-
-    @property
-    def base_bias(self) -> Tensor | None:
-        """The bias without what is beside it for z."""
-        return None if self.bias is None else self.bias[: self.out]
-
-    @property
-    def out(self) -> int:
-        return sum(self.out_features)
-
-    @property
-    def x_columns(self) -> int:
-        """The columns of [x | z]."""
-        return self.in_features + self.A.shape[0]
-
-    @property
-    def grad_columns(self) -> int:
-        """The columns of [dy | p]."""
-        return self.out + self.A.shape[0]
+    def with_own_bias(self, own_bias: Tensor | None) -> "WeightGroup":
+        return WeightGroup(
+            self.buffer, self.in_features, self.out_features, self.blocks, self.scalings, own_bias
+        )
 
     def by_projection(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the columns of each projection in its outputs, or in their gradient."""
         return rows[:, : self.out].split_with_sizes(self.out_features, 1)
+
+    def by_block(self, border: Tensor) -> tuple[Tensor, ...]:
+        """Return the columns of each projection in z, or in p."""
+        return border.split_with_sizes((*self.blocks, border.shape[1] - sum(self.blocks)), 1)[:-1]
 
     def sum_biases(self, rows: Tensor, grad_biases: Sequence[Tensor | None]) -> None:
         """Write the gradients of trained biases: each sums its projection's gradient, in the first
@@ -316,6 +305,3 @@ class WeightGroup(NamedTuple):
                 # bf16 sums in fp32, and is rounded to the dtype that is asked for
                 dtype = torch.promote_types(grad.dtype, grad_bias.dtype)
                 grad_bias.copy_(grad.sum(0, dtype=dtype))
-
-
-WITHOUT_TENSORS.add(WeightGroup)  # `Block.for_backward` leaves none

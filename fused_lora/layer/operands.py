@@ -106,7 +106,7 @@ class Block(NamedTuple):
         """Return the block without the tensors that backward does not read."""
         if self.seed is None and not self.trains_others:
             return self
-        inputs, output = (one._replace(own_bias=None) for one in (self.inputs, self.output))
+        inputs, output = (one.with_own_bias(None) for one in (self.inputs, self.output))
         return self._replace(inputs=inputs, output=output, seed=None)
 
 
@@ -131,7 +131,7 @@ def _with_biases(name: str, group: WeightGroup, biases: Sequence[Tensor | None])
                     f"{name}: bias {i} is {list(bias.shape)}, should be {list(part.shape)}"
                 )
             part.copy_(bias)
-    return group._replace(own_bias=own)
+    return group.with_own_bias(own)
 
 
 class Kind(NamedTuple):
