@@ -46,7 +46,7 @@ from .block import (
     rows_for_output,
 )
 from .buffer import Dropout, Incoming
-from .operands import Block, Dropouts, Trained
+from .operands import Block, Dropouts
 
 
 class Attended(NamedTuple):
@@ -181,7 +181,7 @@ class AttentionBlock(NamedTuple):
     def backward(
         self, run: BlockBackward, x: Tensor, saved: SavedAttention, gradient: Gradient,
         need_x: bool, before: BlockBackward | None,
-    ) -> tuple[Gradient | None, Trained]:  # fmt: skip
+    ) -> tuple[Gradient | None, tuple]:  # fmt: skip
         """Return the gradients of x, None if nothing needs it, and of what the block trains."""
         inputs, output, dropout = self.block.inputs, self.block.output, run.dropouts.output
         incoming = run.of_output(gradient, saved.left.normed)
@@ -194,7 +194,7 @@ class AttentionBlock(NamedTuple):
         grad_x, pn = run.of_input(
             Incoming(grad_qkv), gradient.total, x, saved.entered, need_x, before
         )
-        return grad_x, run.trained((*run.sum_inputs(saved.entered, pn, grad_qkv), o))
+        return grad_x, run.flat(*run.sum_inputs(saved.entered, pn, grad_qkv), o)
 
     def _attention_gradient(self, grad: Tensor, saved: SavedAttention, grad_qkv: Tensor) -> None:
         """Write the gradient of q, k and v (with a gate beside each head of q, if there are gates)

@@ -123,17 +123,20 @@ class BlockBackward:
 
     def __init__(
         self, block: Block, dropouts: Dropouts, adapters: Sequence[Adapter], needed: Trained,
-        kinds: Kinds, sums: AdapterSums,
+        kinds: Kinds | None, sums: AdapterSums,
     ):  # fmt: skip
         self.block, self.dropouts, self.sums = block, dropouts, sums
         *self.adapters, self.last_adapter = adapters
         *self.need, self.need_last = needed.adapters
         self.mixer_grads: tuple[Tensor | None, ...] = (None, None)  # of a mixer's result and gate
-        like = block.output.A
-        pairs = zip(kinds.biases, needed.biases, strict=True)
-        *self.bias_grads, self.last_bias_grad = [_new(like, *pair) for pair in pairs]
-        self.norm_grad = _new(like, kinds.norm, needed.norm)
-        self.norm_after_grad = _new(like, kinds.norm_after, needed.norm_after)
+        self.bias_grads: list[Tensor | None] = []
+        self.last_bias_grad = self.norm_grad = self.norm_after_grad = None
+        if kinds is not None:
+            like = block.output.A
+            pairs = zip(kinds.biases, needed.biases, strict=True)
+            *self.bias_grads, self.last_bias_grad = [_new(like, *pair) for pair in pairs]
+            self.norm_grad = _new(like, kinds.norm, needed.norm)
+            self.norm_after_grad = _new(like, kinds.norm_after, needed.norm_after)
 
     def of_output(self, gradient: Gradient, normed: Normed | None) -> Incoming:
         """Return the gradient of what the last projection gave."""
@@ -148,8 +151,9 @@ class BlockBackward:
             rows = empty_rows(like, len(total), columns)
             rows[:, : total.shape[1]].copy_(total)
             incoming = Incoming(rows)
-        assert incoming.rows is not None
-        block.output.sum_biases(incoming.rows, (self.last_bias_grad,))
+        if self.last_bias_grad is not None:
+            assert incoming.rows is not None
+            block.output.sum_biases(incoming.rows, (self.last_bias_grad,))
         return incoming
 
     def sum_output(
@@ -170,7 +174,8 @@ class BlockBackward:
         for what nothing needs. grad_residual: of x beside the block. before: who takes it next."""
         block, (n, rstd, mask), norm_grad = self.block, entered, self.norm_grad
         group = block.inputs
-        if incoming.rows is not None:
+        if any(grad is not None for grad in self.bias_grads):
+            assert incoming.rows is not None
             group.sum_biases(incoming.rows, self.bias_grads)
         if not need_x and norm_grad is None:
             if not any(need.A for need in self.need):
@@ -204,10 +209,10 @@ class BlockBackward:
             self.block.inputs, self.adapters, self.need, entered.n.x, p, self.dropouts.inputs
         )
 
-    def trained(self, adapters: Sequence[Adapter]) -> Trained:
-        """Return the gradients of all that the block trains."""
-        biases = [*self.bias_grads, self.last_bias_grad]
-        return Trained(tuple(adapters), biases, self.norm_grad, self.norm_after_grad)
+    def flat(self, *adapters: Adapter) -> tuple:
+        """Return the gradients of all that the block trains, as `Trained` has them."""
+        biases = [*self.bias_grads, self.last_bias_grad] if self.block.trains_others else ()
+        return Trained(adapters, biases, self.norm_grad, self.norm_after_grad).flat()
 
 
 def handed_over(filling: Filling, gradient: Gradient | None, hidden: Tensor) -> Tensor | None:

@@ -42,7 +42,7 @@ class Saved(NamedTuple):
     saved: tuple[Any, ...]
     adapters: tuple[tuple[Adapter, ...], ...]
     dropouts: tuple[Dropouts, ...]
-    kinds: tuple[Kinds, ...]
+    kinds: tuple[Kinds | None, ...]  # of what else is trained; None: nothing
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -96,7 +96,8 @@ class DecoderLayer(torch.autograd.Function):
         if found is not None:
             blocks = blocks[0]._replace(found=found, gate=gate), *blocks[1:]
         every = list(_by_block(row, blocks))
-        blocks = tuple(map(_with_others, blocks, every))
+        if any(trained.biases for trained in every):
+            blocks = tuple(map(_with_others, blocks, every))
         for block, trained in zip(blocks, every, strict=True):
             check_block(NAME, hidden, trained, block.block)
             block.check(NAME)
@@ -148,11 +149,11 @@ class DecoderLayer(torch.autograd.Function):
             residuals, left = [as_rows(hidden), *saved.totals], list(saved.saved)
             del saved  # what a block has saved can go once its backward is through
             for i in reversed(range(len(blocks))):
-                gradient, trained = blocks[i].backward(
+                gradient, its_gradients = blocks[i].backward(
                     runs[i], residuals.pop(), left.pop(), gradient, need_hidden or i > 0,
                     runs[i - 1] if i else None,
                 )  # fmt: skip
-                gradients[:0] = trained.flat(blocks[i].block.trains_others)
+                gradients[:0] = its_gradients
             sums.compute()
         return handed_over(filling, gradient, hidden), *runs[0].mixer_grads, *gradients, None
 
@@ -162,7 +163,12 @@ def _with_others(block: Any, trained: Trained) -> Any:
 
 
 def _for_backward(block: Any) -> Any:
-    return block._replace(block=block.block.for_backward())
+    """Return the block without the tensors that backward does not read."""
+    common = block.block
+    if common.seed is None and not common.trains_others:
+        return block
+    inputs, output = (one.with_own_bias(None) for one in (common.inputs, common.output))
+    return block._replace(block=common._replace(inputs=inputs, output=output, seed=None))
 
 
 def _by_block(values: Sequence, blocks: Blocks) -> Iterator[Trained]:
