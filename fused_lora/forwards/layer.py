@@ -4,8 +4,10 @@
 that cannot runs its other fused parts one by one, and warns once.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +22,11 @@ from ..layer.operands import FrozenLayer, Others
 from ..layer.residual import Norm
 from ..layer.scratch import Scratches
 from ..layer.shards import Gathering
+from ..reading import unchanged
 from ..reading.aside import say_once
 from ..reading.known import known_form, layer_form
 from ..reading.projection import Projection, bias_of, seed_for, trains_bias
-from ..reading.refusal import attempt
+from ..reading.refusal import attempt, refuse
 from ..reading.site import KERNELS_WANT_A_GPU
 from ..rerun import once, saving_last
 from ..weights.borders import Border, borders_of
@@ -47,11 +50,9 @@ def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inp
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
     call = by_name(layer, inputs) | options
     # a recompute computes what the forward did: nothing is read again
-    reads, reason = once(
-        lambda: attempt(reading.read_call, layer, hidden_states, call), is_small=True
-    )
+    found, reason = once(lambda: attempt(_read_call, layer, hidden_states, call), is_small=True)
     if not reason:
-        return _run(layer, reads, hidden_states, call)
+        return _run(layer, found, hidden_states, call)
     # inference may be called in any way, with a cache for example
     if torch.is_grad_enabled():
         say_once(layer, reason)
@@ -64,12 +65,53 @@ def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inp
     return class_forward(layer, hidden_states, **call)
 
 
-def _run(layer: Any, reads: list[list[Projection]], hidden: Tensor, call: dict[str, Any]) -> Tensor:
-    if any(read.lora_bias is not None for group in reads for read in group):
-        # autograd has to see it scaled in the recompute as well
-        *trained, frozen = operands_of(layer, reads)
-    else:
-        *trained, frozen = once(lambda: operands_of(layer, reads), is_small=True)
+class LayerOperands(NamedTuple):
+    """The operands that are the same in every call while the layer does not change."""
+
+    adapters: tuple[Tensor, ...]
+    # biases and norms that are trained, if any. Autograd has to see an adapter's bias scaled in
+    # every call, and in its recompute as well
+    others: Callable[[], tuple]
+    frozen: FrozenLayer
+    norms_dtype: torch.dtype
+    weights_dtype: torch.dtype
+
+
+def _read_call(layer: Any, hidden: Tensor, call: dict[str, Any]) -> LayerOperands:
+    """Return a layer's operands. Raises a Refusal if it cannot run as one in this call."""
+    refuse(reading.why_not_call(layer, call))
+
+    def read() -> LayerOperands:
+        reads = reading.read_whole(layer)
+        refuse(reading.why_not_hidden(hidden, reading.dtype_of(layer), reads[0][0].weight.dtype))
+        return read_operands(layer, reads)
+
+    found = unchanged.result(layer, read, _without_buffers, _with_buffers)
+    refuse(reading.why_not_hidden(hidden, found.norms_dtype, found.weights_dtype))
+    return found
+
+
+def _without_buffers(found: LayerOperands) -> LayerOperands:
+    """Return operands to keep until the next call: a buffer is freed once weights have left it."""
+    return _with(found, itertools.repeat(None))
+
+
+def _with_buffers(kept: LayerOperands) -> LayerOperands | None:
+    buffers = kept.frozen.filling.again()
+    return None if buffers is None else _with(kept, buffers)
+
+
+def _with(found: LayerOperands, buffers: Iterable[Any]) -> LayerOperands:
+    frozen = found.frozen
+    qkv, o, gate_up, down = (
+        group._replace(buffer=buffer) for group, buffer in zip(frozen.groups, buffers, strict=False)
+    )
+    frozen = frozen._replace(qkv=qkv, o=o, gate_up=gate_up, down=down)
+    return found._replace(frozen=frozen)
+
+
+def _run(layer: Any, found: LayerOperands, hidden: Tensor, call: dict[str, Any]) -> Tensor:
+    trained, frozen = [*found.adapters, *found.others()], found.frozen
     seed, mask = seed_for(hidden, *frozen.dropout_rates), call.get("attention_mask")
     if has_mixer(layer):
         options = {name: one for name, one in call.items() if name not in NOT_THE_MIXERS}
@@ -85,8 +127,8 @@ def _run(layer: Any, reads: list[list[Projection]], hidden: Tensor, call: dict[s
     return finished(layer, saving_last(run), call.get("per_layer_input"))
 
 
-def operands_of(layer: Any, reads: list[list[Projection]]) -> tuple:
-    """Return the operands that are the same in every call: trained tensors, then FrozenLayer."""
+def read_operands(layer: Any, reads: list[list[Projection]]) -> LayerOperands:
+    """Return a layer's operands, whose weights are in buffers then."""
     borders = borders_of(layer)
     assert borders is not None
     parts, ranks = reading.parts_and_ranks(layer, reads)
@@ -103,9 +145,8 @@ def operands_of(layer: Any, reads: list[list[Projection]]) -> tuple:
     ]
     before_attention, after_attention, before_mlp, after_mlp = its_norms
     every = [part for group in parts for part in group]
-    adapters = (tensor for read in every for tensor in (read.A, read.B))
-    others = _others(every, *its_norms)
-    return *adapters, *others, FrozenLayer(
+    adapters = tuple(tensor for read in every for tensor in (read.A, read.B))
+    frozen = FrozenLayer(
         norm_before_attention=before_attention, norm_after_attention=after_attention,
         norm_before_mlp=before_mlp, norm_after_mlp=after_mlp, qkv=qkv, o=o, gate_up=gate_up,
         down=down, filling=borders, multiplier=multiplier,
@@ -113,6 +154,13 @@ def operands_of(layer: Any, reads: list[list[Projection]]) -> tuple:
         dropout_rates=tuple(read.dropout for read in every),
         **_attention_options(layer, qkv),
     )  # fmt: skip
+    biases = [read._replace(weight=read.A, base=None) for read in every]  # holds no weight
+    others = partial(_others, biases, *its_norms)
+    if all(read.lora_bias is None for read in every):
+        others = partial(tuple, others())
+    return LayerOperands(
+        adapters, others, frozen, reading.dtype_of(layer), reads[0][0].weight.dtype
+    )
 
 
 def _attention_options(layer: Any, qkv: WeightGroup) -> dict[str, Any]:
