@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..foreign.ownership import fused_parts_of
 from ..foreign.parallel import FLATTENED, is_dtensor, may_shard_later
@@ -91,8 +91,10 @@ def _read_call(layer: Any, hidden: Tensor, call: dict[str, Any]) -> LayerOperand
     return found
 
 
-def _without_buffers(found: LayerOperands) -> LayerOperands:
+def _without_buffers(found: LayerOperands) -> LayerOperands | None:
     """Return operands to keep until the next call: a buffer is freed once weights have left it."""
+    if not all(isinstance(one, nn.Parameter) for one in found.adapters):
+        return None  # a parametrisation computes it in every call
     return _with(found, itertools.repeat(None))
 
 

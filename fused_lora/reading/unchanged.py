@@ -56,8 +56,8 @@ def result(
 ) -> Result:
     """Return ``read()``, or its last result if the module is as it was then.
 
-    keep: what to hold of a result until the next call. again: makes the result from that; None if
-    it no longer can.
+    keep: what to hold of a result until the next call; None if it is of this call alone. again:
+    makes the result from that; None if it no longer can.
     """
     owner = owner_of(module)
     if owner is None:
@@ -67,8 +67,8 @@ def result(
             return found
         owner.last_reading = last = None  # free what it holds for the next
     found = read()
-    if (state := State.of(module)) is not None:
-        owner.last_reading = Reading(state, keep(found))
+    if (kept := keep(found)) is not None and (state := State.of(module)) is not None:
+        owner.last_reading = Reading(state, kept)
     return found
 
 
