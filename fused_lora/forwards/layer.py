@@ -5,12 +5,11 @@ that cannot runs its other fused parts one by one, and warns once.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..foreign.ownership import fused_parts_of
 from ..foreign.parallel import FLATTENED, is_dtensor, may_shard_later
@@ -18,7 +17,7 @@ from ..foreign.versions import CACHE, by_name, class_forward
 from ..kernels.rows import Handover
 from ..layer.buffer import WeightGroup
 from ..layer.decoder_layer import DecoderLayer
-from ..layer.operands import FrozenLayer, Others
+from ..layer.operands import NORMS, FrozenLayer, Others
 from ..layer.residual import Norm
 from ..layer.scratch import Scratches
 from ..layer.shards import Gathering
@@ -68,13 +67,13 @@ def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inp
 class LayerOperands(NamedTuple):
     """The operands that are the same in every call while the layer does not change."""
 
-    adapters: tuple[Tensor, ...]
-    # biases and norms that are trained, if any. Autograd has to see an adapter's bias scaled in
-    # every call, and in its recompute as well
-    others: Callable[[], tuple]
+    trained: tuple[Tensor | None, ...]
     frozen: FrozenLayer
     norms_dtype: torch.dtype
     weights_dtype: torch.dtype
+    # projections that the trained ones are computed from, in every call and in its recompute as
+    # well: autograd has to see an adapter's bias scaled, or the B of several projections split
+    computed_from: tuple[tuple[Projection, ...], ...] = ()
 
 
 def _read_call(layer: Any, hidden: Tensor, call: dict[str, Any]) -> LayerOperands:
@@ -91,15 +90,16 @@ def _read_call(layer: Any, hidden: Tensor, call: dict[str, Any]) -> LayerOperand
     return found
 
 
-def _without_buffers(found: LayerOperands) -> LayerOperands | None:
+def _without_buffers(found: LayerOperands) -> LayerOperands:
     """Return operands to keep until the next call: a buffer is freed once weights have left it."""
-    if not all(isinstance(one, nn.Parameter) for one in found.adapters):
-        return None  # a parametrisation computes it in every call
+    if found.computed_from:
+        found = found._replace(trained=())
     return _with(found, itertools.repeat(None))
 
 
 def _with_buffers(kept: LayerOperands) -> LayerOperands | None:
-    buffers = kept.frozen.filling.again()
+    borders: Any = kept.frozen.filling
+    buffers = borders.again()
     return None if buffers is None else _with(kept, buffers)
 
 
@@ -113,7 +113,9 @@ def _with(found: LayerOperands, buffers: Iterable[Any]) -> LayerOperands:
 
 
 def _run(layer: Any, found: LayerOperands, hidden: Tensor, call: dict[str, Any]) -> Tensor:
-    trained, frozen = [*found.adapters, *found.others()], found.frozen
+    trained, frozen = [*found.trained], found.frozen
+    if found.computed_from:
+        trained = _trained(reading.parts_and_ranks(layer, found.computed_from)[0], frozen)
     seed, mask = seed_for(hidden, *frozen.dropout_rates), call.get("attention_mask")
     if has_mixer(layer):
         options = {name: one for name, one in call.items() if name not in NOT_THE_MIXERS}
@@ -147,7 +149,6 @@ def read_operands(layer: Any, reads: list[list[Projection]]) -> LayerOperands:
     ]
     before_attention, after_attention, before_mlp, after_mlp = its_norms
     every = [part for group in parts for part in group]
-    adapters = tuple(tensor for read in every for tensor in (read.A, read.B))
     frozen = FrozenLayer(
         norm_before_attention=before_attention, norm_after_attention=after_attention,
         norm_before_mlp=before_mlp, norm_after_mlp=after_mlp, qkv=qkv, o=o, gate_up=gate_up,
@@ -156,13 +157,19 @@ def read_operands(layer: Any, reads: list[list[Projection]]) -> LayerOperands:
         dropout_rates=tuple(read.dropout for read in every),
         **_attention_options(layer, qkv),
     )  # fmt: skip
-    biases = [read._replace(weight=read.A, base=None) for read in every]  # holds no weight
-    others = partial(_others, biases, *its_norms)
-    if all(read.lora_bias is None for read in every):
-        others = partial(tuple, others())
+    is_split = len(every) > sum(map(len, reads))
+    is_computed = is_split or any(read.lora_bias is not None for read in every)
     return LayerOperands(
-        adapters, others, frozen, reading.dtype_of(layer), reads[0][0].weight.dtype
-    )
+        tuple(_trained(parts, frozen)), frozen, reading.dtype_of(layer), reads[0][0].weight.dtype,
+        tuple(map(tuple, reads)) if is_computed else (),
+    )  # fmt: skip
+
+
+def _trained(parts: Sequence[Sequence[Projection]], frozen: FrozenLayer) -> list[Tensor | None]:
+    """Return the tensors that a layer trains: adapters, then Others if there are any."""
+    every = [part for group in parts for part in group]
+    norms = (getattr(frozen, name) for name in NORMS)
+    return [*(tensor for read in every for tensor in (read.A, read.B)), *_others(every, *norms)]
 
 
 def _attention_options(layer: Any, qkv: WeightGroup) -> dict[str, Any]:

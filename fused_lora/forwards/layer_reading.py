@@ -1,7 +1,7 @@
 """Reading a decoder layer for the switch `layer`: its projections by buffer and its norms, as they
 are now, or why it cannot run as one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -201,10 +201,10 @@ def mlp_of(layer: Any) -> Any:
 
 
 def parts_and_ranks(
-    layer: Any, reads: list[list[Projection]]
+    layer: Any, reads: Sequence[Sequence[Projection]]
 ) -> tuple[list[list[Projection]], list[list[int]]]:
     """Return the projections by buffer, and the largest rank of each one's adapters."""
-    qkv, o, gate_up, down = reads
+    qkv, o, gate_up, down = map(list, reads)
     parts = [
         qkv if has_mixer(layer) else split_qkv(layer.self_attn, qkv),
         o,

@@ -28,8 +28,9 @@ from ..foreign.ownership import owner_of
 from ..foreign.parallel import is_in_fsdp
 from ..layer.buffer import PlacedWeight
 from ..layer.shards import Shard
+from ..rerun import join, split
 
-Result = TypeVar("Result")
+Result = TypeVar("Result", bound=tuple)
 
 # What every module has for saving and loading it, and options of its hooks: no reading asks.
 SKIPPED = {
@@ -40,6 +41,7 @@ SKIPPED = {
 # Nobody calls these: they are what they hold. Half of the modules in a layer with adapters.
 HOLDERS = {nn.ModuleDict, nn.ModuleList, nn.ParameterDict}
 PLAIN = Tensor, nn.Parameter, NoneType
+LONGEST_IDLE = 32  # calls: of micro-batches, say, between those of a reference
 LEAVES = {bool, int, float, str, NoneType}
 # What assigning to a tensor's .data changes, beside its address.
 FACTS = attrgetter("__class__", "dtype", "device", "shape", "requires_grad")
@@ -51,36 +53,67 @@ VERSION, PLACE = attrgetter("_version"), attrgetter("place")
 def result(
     module: nn.Module,
     read: Callable[[], Result],
-    keep: Callable[[Result], Any] = lambda found: found,
-    again: Callable[[Any], Result | None] = lambda kept: kept,
+    keep: Callable[[Result], Result] = lambda found: found,
+    again: Callable[[Result], Result | None] = lambda kept: kept,
 ) -> Result:
-    """Return ``read()``, or its last result if the module is as it was then.
+    """Return ``read()``, a record, or its last result if the module is as it was then.
 
-    keep: what to hold of a result until the next call; None if it is of this call alone. again:
-    makes the result from that; None if it no longer can.
+    A result with a tensor that is not one of the module's own is of its call alone: a
+    parametrisation, say, computes it anew.
+
+    keep: the record to hold until the next call. again: makes the result of that, or returns None
+    if it no longer can.
     """
     owner = owner_of(module)
     if owner is None:
         return read()
-    if (last := owner.last_reading) is not None:
-        if last.state.is_still(module) and (found := again(last.kept)) is not None:
+    if owner.readings is None:
+        owner.readings = Readings()
+    for reading in owner.readings.kept:
+        if (kept := reading.if_still(module)) is not None and (found := again(kept)) is not None:
+            owner.readings.use(reading)
             return found
-        owner.last_reading = last = None  # free what it holds for the next
     found = read()
-    if (kept := keep(found)) is not None and (state := State.of(module)) is not None:
-        owner.last_reading = Reading(state, kept)
+    if (state := State.of(module)) is not None:
+        tensors, rest = split(keep(found))
+        if (places := state.places_of(tensors)) is not None:
+            owner.readings.use(Reading(state, rest, places))
     return found
 
 
-class Reading:
-    """What is kept of a reading, and the state that the module had. A copy is None: a copied or
-    unpickled module is read in full."""
+class Readings:
+    """The last readings of a module: two, as a model may be called with its adapters and without
+    them in turns. A copy has none: a copied or unpickled module is read in full."""
 
-    def __init__(self, state: "State", kept: Any):
-        self.state, self.kept = state, kept
+    def __init__(self) -> None:
+        self.kept: tuple[Reading, ...] = ()  # the last that was used first
 
     def __reduce__(self):
-        return NoneType, ()
+        return Readings, ()
+
+    def use(self, reading: "Reading") -> None:
+        """Keep this reading, and the one used before, unless that has been idle for long: it holds
+        modules that may have left the model."""
+        reading.idle = 0
+        others = [one for one in self.kept if one is not reading][:1]
+        for other in others:
+            other.idle += 1
+        self.kept = (reading, *(one for one in others if one.idle <= LONGEST_IDLE))
+
+
+class Reading:
+    """What is kept of a reading: the state that the module had, and the result without its tensors,
+    whose places are among the module's. idle: how many calls in a row used another reading."""
+
+    def __init__(self, state: "State", rest: Any, places: list[int]):
+        self._state, self._rest, self._places = state, rest, places
+        self.idle = 0
+
+    def if_still(self, module: nn.Module) -> Any:
+        """Return the result if the module has the same state now, else None."""
+        if (tensors := self._state.tensors_if_still(module)) is None:
+            return None
+        return join(self._rest, [tensors[place] for place in self._places])
 
 
 class State:
@@ -122,11 +155,17 @@ class State:
         ]
         self._facts = self._facts_now(every)
 
-    def is_still(self, root: nn.Module) -> bool:
-        """Return True if the module and all in it are as they were."""
+    def places_of(self, tensors: list[Tensor]) -> list[int] | None:
+        """Return the places of these among the module's tensors, None if one is not there."""
+        place = {one: index for index, one in enumerate(self._ids)}
+        places = [place.get(id(one)) for one in tensors]
+        return None if None in places else places  # type: ignore[return-value]
+
+    def tensors_if_still(self, root: nn.Module) -> list[Tensor] | None:
+        """Return the tensors of the module if all in it is as it was, else None."""
         dicts, others, owners = self._dicts, self._others, self._owners
         try:
-            return (
+            is_still = (
                 not any(self._empty)
                 and [len(vars(root)), *map(len, dicts), *map(len, others)] == self._lengths
                 and [type(root), *map(type, self._inner)] == self._classes
@@ -139,7 +178,8 @@ class State:
                 and _elsewhere() == self._elsewhere
             )
         except Exception:  # of comparing, say, a tensor with one that has taken its place
-            return False
+            return None
+        return tensors if is_still else None
 
     def _values_now(self, root: nn.Module) -> Iterable[Any]:
         own = vars(root).copy()
@@ -175,7 +215,7 @@ class _Found:
         self.keyed: list[dict] = []  # but not these
         self.others: list[Any] = []  # lists and sets
         self.empty: list[Any] = []  # dicts, lists and sets: nearly all, and quickly compared
-        self.owners: list[dict[str, Tensor | None]] = []  # parameters and buffers
+        self.owners: list[dict[str, Any]] = []  # parameters and buffers
         self.tensors: list[Tensor] = []  # other tensors
         self._seen: set[int] = set()
         self._open(root)

@@ -139,9 +139,7 @@ class Border:
             for w, bias in ((read.weight, held_bias(read)) for read in reads)
         )
 
-    def find(
-        self, weights: Sequence[Tensor], bias: Tensor | None, layout: Layout
-    ) -> Buffer | None:
+    def find(self, weights: Sequence[Tensor], bias: Tensor | None, layout: Layout) -> Buffer | None:
         """Return the buffer that the weights, and biases if there is a first, are views of."""
         if (buffer := self.buffer()) is not None:
             return buffer

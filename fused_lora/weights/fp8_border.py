@@ -57,9 +57,7 @@ class Fp8Border(Border):
         versions = ((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in coded)
         return biases, *versions
 
-    def find(
-        self, weights: Sequence[Tensor], bias: Tensor | None, layout: Layout
-    ) -> Buffer | None:
+    def find(self, weights: Sequence[Tensor], bias: Tensor | None, layout: Layout) -> Buffer | None:
         held = [getattr(one, "buffer", None) for one in weights if one.dtype != E4M3]
         buffer = (held or [self._kept])[0]
         return buffer if buffer is not None and _all_lie_in(buffer, weights) else None

@@ -58,7 +58,7 @@ def operands_of(layer):
     """DecoderLayer's operands after the mask, read from this fused layer as it is now. Moves
     weights that lie elsewhere into new buffers."""
     found = adopted.read_operands(layer, read_whole(layer))
-    return *found.adapters, *found.others(), found.frozen
+    return *found.trained, found.frozen
 
 
 def operands_of_calls(monkeypatch):

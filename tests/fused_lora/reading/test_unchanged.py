@@ -3,6 +3,7 @@ first call."""
 
 import copy
 import warnings
+import weakref
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -21,12 +22,13 @@ from cases.fp8_case import CONFIG, FP8
 from cases.fused_case import SHORT, batch, functions_of
 from cases.layer_case import BF16, EVERYTHING, LAYER, layer_of, peft_model
 from cases.peft_models import DECODER
-from cases.reasons import MODULES, hook
+from cases.reasons import MODULES, OtherMLP, hook, replace_forward
 from cases.reference import assert_near
 from torch import nn
 
 from fused_lora import fuse
 from fused_lora.forwards import layer_reading
+from fused_lora.reading import unchanged
 
 ONE = {"num_hidden_layers": 1}
 
@@ -106,6 +108,7 @@ KINDS = {
     "trained biases": {"bias": "all"},
     "adapters' biases": {"lora_bias": True},
     "norms in modules_to_save": {"modules_to_save": ["input_layernorm"]},
+    "joined projections": {"family": "Phi3", "config": ONE | {"pad_token_id": 0}},
     "4 bits": {"change": quantised},
     "FP8": {"fusion": FP8, "config": ONE | CONFIG},
 }
@@ -129,6 +132,34 @@ def test_what_is_computed_in_every_call_is_read_in_every_call(readings, device):
     fuse(model, LAYER)
     assert_same(called(model), called(model))
     assert len(readings) > 2
+
+
+def test_adapters_on_and_off_in_turns_are_read_once_each(readings, device):
+    """As where a model without them is its own reference."""
+    model = peft_model(device, config=ONE)
+    fuse(model, LAYER)
+    readings.clear()
+    outcomes = []
+    for _ in range(3):
+        outcomes.append(called(model))
+        with model.disable_adapter():
+            outcomes.append(called(model))
+    assert len(readings) == 2
+    for index, outcome in enumerate(outcomes):
+        assert_same(outcome, outcomes[index % 2])
+    assert not torch.equal(outcomes[0].output, outcomes[1].output)
+
+
+def test_an_adapter_that_is_gone_is_not_held_for_long(monkeypatch, device):
+    monkeypatch.setattr(unchanged, "LONGEST_IDLE", 2)
+    model = peft_model(device, config=ONE)
+    fuse(model, LAYER)
+    called(model)
+    gone = weakref.ref(layer_of(model).mlp.up_proj.lora_A["default"])
+    delete_and_add(model)
+    for _ in range(4):
+        called(model)
+    assert gone() is None
 
 
 # --- what changes is seen -------------------------------------------------------------------------
@@ -169,6 +200,12 @@ def transpose(model):
     weight.data = weight.data.t()
 
 
+def cut_rank(projection):
+    """At the same address, with the same strides."""
+    A, B = projection.lora_A["default"].weight, projection.lora_B["default"].weight
+    A.data, B.data = A.data[:3], B.data[:, :3]
+
+
 def delete_and_add(model):
     add_second(model, 4)
     model.set_adapter("second")
@@ -191,6 +228,10 @@ SETTINGS = {
     "another adapter replaces one": delete_and_add,
     "eval": lambda model: model.eval(),
     "dropout is on": switch_dropout_on,
+    "a hook": at_module("mlp.act_fn", lambda one: one.register_forward_hook(hook)),
+    "a hook before": at_module(PROJECTION, lambda one: one.register_forward_pre_hook(hook)),
+    "an own forward": at_module("self_attn", replace_forward),
+    "a class": at_module("mlp", lambda mlp: setattr(mlp, "__class__", OtherMLP)),
     "hooks are replaced, then added to": replace_hooks,
     "a base layer is replaced": replace_base,
     "a norm is replaced": replace_norm,
@@ -204,7 +245,10 @@ SETTINGS = {
     "attention's implementation": lambda model: model.set_attn_implementation("eager"),
     "a bias is trained": at_module(PROJECTION, lambda p: p.base_layer.bias.requires_grad_()),
     "a norm is trained": at_module("input_layernorm", lambda norm: norm.weight.requires_grad_()),
-    "A is frozen": at_module(PROJECTION, lambda p: p.lora_A["default"].weight.requires_grad_(False)),
+    "A is frozen": at_module(
+        f"{PROJECTION}.lora_A.default", lambda A: A.weight.requires_grad_(False)
+    ),
+    "a rank": at_module(PROJECTION, cut_rank),
     "B's .data": at_module(PROJECTION, lambda p: setattr(p.lora_B["default"].weight, "data",
                                                   2 * p.lora_B["default"].weight.data)),
     "a bias's .data": at_module(PROJECTION, lambda p: setattr(p.base_layer.bias, "data",
