@@ -144,6 +144,7 @@ class State:
         self._elsewhere = _elsewhere()
         self._names = [*chain.from_iterable(self._owners)]
         self._attributes = found.tensors
+        self._empty_tensors: list[Tensor] = []
         every = self._tensors_now()
         # not by weak references: torch swaps no tensor that has one
         self._ids = [*map(id, every)]
@@ -156,8 +157,13 @@ class State:
         self._facts = self._facts_now(every)
 
     def places_of(self, tensors: list[Tensor]) -> list[int] | None:
-        """Return the places of these among the module's tensors, None if one is not there."""
+        """Return the places of these among the module's tensors, None if one is not there. Empty
+        ones, the adapters of projections that have none, join them."""
         place = {one: index for index, one in enumerate(self._ids)}
+        for one in tensors:
+            if not one.numel() and id(one) not in place:
+                place[id(one)] = len(self._ids) + len(self._empty_tensors)
+                self._empty_tensors.append(one)
         places = [place.get(id(one)) for one in tensors]
         return None if None in places else places  # type: ignore[return-value]
 
@@ -179,7 +185,7 @@ class State:
             )
         except Exception:  # of comparing, say, a tensor with one that has taken its place
             return None
-        return tensors if is_still else None
+        return tensors + self._empty_tensors if is_still else None
 
     def _values_now(self, root: nn.Module) -> Iterable[Any]:
         own = vars(root).copy()

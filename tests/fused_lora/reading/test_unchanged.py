@@ -108,7 +108,12 @@ KINDS = {
     "trained biases": {"bias": "all"},
     "adapters' biases": {"lora_bias": True},
     "norms in modules_to_save": {"modules_to_save": ["input_layernorm"]},
-    "joined projections": {"family": "Phi3", "config": ONE | {"pad_token_id": 0}},
+    "adapters on some": {"target_modules": ["q_proj", "up_proj"]},
+    "joined projections": {
+        "target_modules": "all-linear",
+        "family": "Phi3",
+        "config": ONE | {"pad_token_id": 0},
+    },
     "4 bits": {"change": quantised},
     "FP8": {"fusion": FP8, "config": ONE | CONFIG},
 }
