@@ -261,31 +261,36 @@ class PlacedWeight:
         raise NotImplementedError
 
 
+class GroupLayout(NamedTuple):
+    """The layout of a buffer with its projections."""
+
+    in_features: int
+    out_features: tuple[int, ...]  # of each projection
+    blocks: tuple[int, ...]  # columns of the border for each
+    scalings: tuple[float, ...]
+
+
 class WeightGroup:
     """One buffer and how it is laid out: what its products need and do not train.
 
-    out_features: of each projection; out is their sum. blocks: columns of the border for each,
-    which begin at `starts`. x_columns: of [x | z]. grad_columns: of [dy | p]. own_bias: replaces
-    the buffer's, where one is trained. base_bias: the bias without what is beside it for z.
+    out: the sum of out_features. starts: where blocks begin. x_columns: of [x | z]. grad_columns:
+    of [dy | p]. own_bias: replaces the buffer's, where one is trained. base_bias: the bias without
+    what is beside it for z.
     """
 
-    def __init__(
-        self, buffer: Buffer, in_features: int, out_features: tuple[int, ...],
-        blocks: tuple[int, ...], scalings: tuple[float, ...], own_bias: Tensor | None = None,
-    ):  # fmt: skip
-        self.buffer, self.A, self.sB = buffer, buffer.A, buffer.sB
-        self.in_features, self.out_features, self.out = in_features, out_features, sum(out_features)
-        self.blocks, self.starts = blocks, tuple(accumulate(blocks[:-1], initial=0))
-        self.scalings, self.own_bias = scalings, own_bias
+    def __init__(self, buffer: Buffer, layout: GroupLayout, own_bias: Tensor | None = None):
+        self.buffer, self.A, self.sB, self.layout = buffer, buffer.A, buffer.sB, layout
+        self.in_features, self.out_features, self.blocks, self.scalings = layout
+        self.out = sum(self.out_features)
+        self.starts = tuple(accumulate(self.blocks[:-1], initial=0))
+        self.own_bias = own_bias
         width = self.A.shape[0]
-        self.x_columns, self.grad_columns = in_features + width, self.out + width
+        self.x_columns, self.grad_columns = self.in_features + width, self.out + width
         self.bias = buffer.bias if own_bias is None else own_bias
         self.base_bias = None if self.bias is None else self.bias[: self.out]
 
     def with_own_bias(self, own_bias: Tensor | None) -> "WeightGroup":
-        return WeightGroup(
-            self.buffer, self.in_features, self.out_features, self.blocks, self.scalings, own_bias
-        )
+        return WeightGroup(self.buffer, self.layout, own_bias)
 
     def by_projection(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the columns of each projection in its outputs, or in their gradient."""

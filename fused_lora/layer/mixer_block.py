@@ -184,12 +184,12 @@ class MixerBlock(NamedTuple):
     """
 
     block: Block  # BeforeMixer's, which has_entered
-    ends: MixerEnds
 
-    # --- of one call alone; both get a gradient ---
+    # --- of one call alone ---
 
-    found: Any = None  # the mixer's result, in the buffers' dtype
-    gate: Any = None  # BeforeMixer's
+    ends: Any = None  # MixerEnds
+    found: Any = None  # the mixer's result, in the buffers' dtype; gets a gradient
+    gate: Any = None  # BeforeMixer's; gets a gradient
 
     @property
     def output_needed(self) -> bool:

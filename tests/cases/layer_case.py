@@ -57,7 +57,8 @@ def pair(device, fusion=LAYER, **options):
 def operands_of(layer):
     """DecoderLayer's operands after the mask, read from this fused layer as it is now. Moves
     weights that lie elsewhere into new buffers."""
-    return adopted.operands_of(layer, read_whole(layer))
+    found = adopted.read_operands(layer, read_whole(layer))
+    return *found.trained, found.frozen
 
 
 def operands_of_calls(monkeypatch):
