@@ -49,13 +49,10 @@ def plot_only(folder: Path) -> int:
     run, others, drawn = _loaded_from(folder, "--plot-only"), folder, []
     if folder.resolve() == HERE:
         from report import committed
-        from report.several_gpus_picture import several_gpus_figure
 
         others = HERE / "docs" / "figures"
         drawn = committed.update_pages(HERE, committed.generated_parts(run))
         drawn += _draw_suite(store.load(committed.suite_path()), others)
-        several_gpus = several_gpus_figure(committed.loaded_several_gpus())
-        drawn += _written({others / "several_gpus.png": several_gpus})
     drawn += draw_pictures(run, folder, others)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0
@@ -63,18 +60,14 @@ def plot_only(folder: Path) -> int:
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
     """Draw every picture that the run has data for. All but the first go into the folder `others`.
-    Return their paths."""
+    Return their paths. A run on several GPUs has a table alone."""
     if run.experiment.gpus > 1:
-        from report.several_gpus_picture import several_gpus_figure
-
-        return _written({folder / "several_gpus.png": several_gpus_figure([run])})
+        return []
     from report.benchmark_results import benchmark_figure
     from report.kernel_time import kernel_time_figure
-    from report.panels import panels_figure
 
     drawn = _written({
         folder / "benchmark_results.png": benchmark_figure(run),
-        others / "panels.png": panels_figure(run),
         others / "kernel_time.png": kernel_time_figure(run),
     })  # fmt: skip
     return drawn + _draw_suite(run, others)

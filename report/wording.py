@@ -26,7 +26,7 @@ STRONGEST = (
     *("fused_all", "compiled_peft_bf16_adapters", "liger_peft"),
     *("fused_layer", "fused_layer_graph", "compiled_peft"),
 )
-MANY = 8
+MANY, FEW = 8, 4  # with more than FEW, the table has what a picture leaves out
 
 
 def shown_variants(run: Run) -> list[str]:

@@ -13,11 +13,10 @@ from report import committed
 from report.ablation_picture import ablation_figure
 from report.benchmark_results import benchmark_figure
 from report.kernel_time import kernel_time_figure
-from report.panels import panels_figure
 from report.picture import write_png
 from variants import EXPERIMENT_ON_NF4
 
-DRAWN = [ablation_figure, benchmark_figure, kernel_time_figure, panels_figure]
+DRAWN = [ablation_figure, benchmark_figure, kernel_time_figure]
 TWO = example.run(("vanilla_peft", "fused_mlp"), (512,))
 
 
@@ -43,7 +42,7 @@ def test_a_picture_is_the_same_bytes_each_time_and_written_whole_or_not_at_all(
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("figure", [benchmark_figure, kernel_time_figure, panels_figure])
+@pytest.mark.parametrize("figure", [benchmark_figure, kernel_time_figure])
 def test_title_and_caption_name_a_base_in_4_bits(figure):
     def said(base):
         picture = figure(example.run(EXPERIMENT_ON_NF4, (64, 512), base=base))
@@ -78,7 +77,7 @@ def test_a_suite_draws_what_every_part_buys(tmp_path):
     store.save(tmp_path / "results.json", example.run(("vanilla_peft", "fused_all"), (64, 128)))
     assert lora_bench.main(["--plot-only", "--out", str(tmp_path)]) == 0
     drawn = {path.stem for path in tmp_path.glob("*.png")}
-    assert drawn == {"benchmark_results", "panels", "kernel_time", "ablation"}
+    assert drawn == {"benchmark_results", "kernel_time", "ablation"}
 
 
 def test_merge_writes_one_run_of_several_and_nothing_over_another(tmp_path, capsys):
