@@ -67,7 +67,6 @@ READS = {
     "gpus": (*(name for name in RUN_IS if name != "interleave"), "variants", "cell_timeout"),
     "kernels": RUN_IS,
     "plot_only": ("out",),
-    "merge": ("out",),
     "fits": ("out",),
     "compare": (),
 }
@@ -119,10 +118,6 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         action="store_true")  # fmt: skip
     add("--plot-only", "draw from existing results; measure nothing", False, to=commands,
         action="store_true")  # fmt: skip
-    add("--merge",
-        "merge several runs into one, such as one per GPU of a node, each with its own "
-        "CUDA_VISIBLE_DEVICES and --out; needs --out",
-        nargs="+", type=Path, metavar="FILE", to=commands)  # fmt: skip
     add("--fits", "list what trains fastest in this much GPU memory, from existing results",
         type=float, metavar="GIB", to=commands)  # fmt: skip
     add("--compare",

@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench import results as store
-from bench.folders import locked
 from bench.options import HERE
 from bench.published import setting_name
 from bench.records import KernelRow, Kernels, Run, SummaryRow
@@ -112,22 +111,6 @@ def compare_only(old_path: Path, new_path: Path) -> int:
     if compared.is_slower:
         console.print("Slower beyond noise.")
     return 1 if compared.is_slower else 0
-
-
-def merge_only(paths: list[Path], folder: Path | None) -> int:
-    """Write the rounds of several runs into one results.json, and draw it."""
-    if folder is None:
-        raise ValueError("--merge: give --out FOLDER, where the one run is written")
-    path = folder / "results.json"
-    if path.exists():
-        raise ValueError(f"--merge: {path} is there; give another --out")
-    merged = store.merge(_loaded("--merge", paths))
-    with locked(folder):
-        save_with_summary(path, merged)
-        console.print(summary_table(merged))
-        pictures = draw_pictures(merged, folder, folder)
-    console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
-    return 0
 
 
 def fits_only(gib: float, folder: Path) -> int:

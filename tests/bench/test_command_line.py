@@ -96,7 +96,6 @@ HUGE = "9" * 20
          "fp8_layer: its base has another precision; leave it out, or leave out --base nf4"),
         (["--fused"], "unrecognized arguments: --fused"),
         (["--plot-only"], "run the benchmark first"),
-        (["--merge", "none.json"], "--merge: none.json cannot be read"),
         (["--fits", "nan"], "--fits nan: give more than 0 GiB"),
         (["--fits", "24"], "run the benchmark first"),
     ],
@@ -271,7 +270,7 @@ GIVEN = {  # every option, as it is given
     "base": ["nf4"], "checkpointing": ["off"], "padded": [], "documents": [], "data": ["x.jsonl"],
     "seed": ["1"], "gpus": ["2"], "device": ["cpu"],
     "out": ["x"], "cache": ["x"], "cell_timeout": ["9"], "allow_shared_gpu": [], "kernels": [],
-    "plot_only": [], "quick": [], "merge": ["a", "b"], "fits": ["24"], "compare": ["a", "b"],
+    "plot_only": [], "quick": [], "fits": ["24"], "compare": ["a", "b"],
 }  # fmt: skip
 
 
@@ -312,7 +311,7 @@ for argv in (["--help"], ["--fused"], ["--plot-only", "--kernels"], ["--seq-lens
     if argv == ["--help"]:
         slow |= {"pynvml", "tokenizers", "rich", "numpy"} & set(sys.modules)
     assert not slow, (argv, slow)
-from report import ablation_picture, benchmark_results, kernel_time, panels, tables
+from report import ablation_picture, benchmark_results, kernel_time, tables
 assert "torch" not in sys.modules
 """
 

@@ -1,4 +1,4 @@
-"""Reports from existing results: fits, pictures, and the merge of several runs."""
+"""Reports from existing results: fits and pictures."""
 
 import json
 import os
@@ -80,26 +80,6 @@ def test_a_suite_draws_what_every_part_buys(tmp_path):
     assert drawn == {"benchmark_results", "kernel_time", "ablation"}
 
 
-def test_merge_writes_one_run_of_several_and_nothing_over_another(tmp_path, capsys):
-    for visit, name in enumerate(("one", "two")):
-        (tmp_path / name).mkdir()
-        run = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=2, visit=visit)
-        store.save(tmp_path / name / "results.json", run)
-    files = [str(tmp_path / name / "results.json") for name in ("one", "two")]
-    out = tmp_path / "both"
-    assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 0
-    assert {cell.round for cell in store.load(out / "results.json").cells} == {1, 2, 3, 4}
-    assert (out / "benchmark_results.png").is_file()
-    before = (out / "results.json").read_bytes()
-    assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 2
-    assert (out / "results.json").read_bytes() == before
-    assert lora_bench.main(["--merge", *files]) == 2
-    assert "give --out FOLDER" in capsys.readouterr().err
-    again = ["--merge", files[0], files[0], "--out", str(tmp_path / "new")]
-    assert lora_bench.main(again) == 2
-    assert "give each run once" in capsys.readouterr().err and not (tmp_path / "new").exists()
-
-
 def test_a_time_that_is_none_is_refused_in_one_line(tmp_path, capsys):
     results = example.as_json(example.run())
     results["cells"][0]["step_ms"][0] = 0.0
@@ -109,7 +89,6 @@ def test_a_time_that_is_none_is_refused_in_one_line(tmp_path, capsys):
         ["--plot-only", *here],
         ["--fits", "9", *here],
         ["--compare", file, file],
-        ["--merge", file, "--out", str(tmp_path / "new")],
     ):
         assert lora_bench.main(command) == 2
         line = capsys.readouterr().err
