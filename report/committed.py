@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
 
 from bench import results as store
 from bench.options import HERE
-from bench.peers import pins
 from bench.records import Run
 from bench.results import write_atomically
 from report import suite_tables, tables
@@ -103,6 +103,12 @@ def generated_parts(run: Run) -> dict[str, str]:
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths*").values()),
         "long rows": tables.beside_floor_section(loaded("*/long_rows").values()),
     }
+
+
+def pins(path: Path = HERE / "dev" / "requirements" / "peers.txt") -> dict[str, str]:
+    """Return the version of each pinned peer by its import name."""
+    found = re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(), re.MULTILINE)
+    return {name.replace("-", "_"): pin for name, pin in found}
 
 
 def releases_section(pinned: dict[str, str], runs: dict[str, Run]) -> str:
