@@ -123,7 +123,7 @@ class Variant:
 
     id: its name in results.json and on the command line. plain_title: its name for people, without
     a word about checkpointing. recipe: None if this version cannot build it. plain_id: the id of
-    the same variant with checkpointing. instead: what to measure in place of a retired variant.
+    the same variant with checkpointing.
     """
 
     id: str
@@ -133,7 +133,6 @@ class Variant:
     checkpoints: bool = True
     suites: tuple[str, ...] = ()
     plain_id: str = ""
-    instead: str = ""
 
     @property
     def title(self) -> str:
@@ -249,13 +248,6 @@ _RECORDS = [
 _RECORDS.sort(key=lambda variant: not variant.checkpoints)
 VARIANTS = {variant.id: variant for variant in _RECORDS}
 
-# No longer measured. Published results keep their title.
-RETIRED = {
-    id: Variant(id, "bordered weights", None, LOOKS["fused"], not id.endswith(WITHOUT),
-                plain_id="fused_bordered", instead="fused_layer")
-    for id in ("fused_bordered", "fused_bordered" + WITHOUT)
-}  # fmt: skip
-
 SUITES = {
     suite: [variant.id for variant in _RECORDS if suite in variant.suites]
     for suite in ("experiment", "parts", "peers", "fastest")
@@ -293,11 +285,11 @@ def unadapted_projections(variant: str, targets: Collection[str]) -> tuple[str, 
 
 
 def variant_of(id: str) -> Variant:
-    """Return the record of an id. An unknown one, from a newer version's results, is its own
-    title."""
-    if known := VARIANTS.get(id) or RETIRED.get(id):
+    """Return the record of an id. One that another version's results have is titled by its own
+    words."""
+    if known := VARIANTS.get(id):
         return known
-    title, checkpoints = id.removesuffix(WITHOUT), not id.endswith(WITHOUT)
+    title, checkpoints = id.removesuffix(WITHOUT).replace("_", " "), not id.endswith(WITHOUT)
     return Variant(id, title, None, LOOKS["other"], checkpoints, plain_id=id)
 
 

@@ -92,16 +92,14 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     )
     defaults: dict[str, Any] = {}
 
-    def add(
-        flag: str, help: str, default: Any = None, *, to: Any, alias: str = "", **options
-    ) -> None:
+    def add(flag: str, help: str, default: Any = None, *, to: Any, **options) -> None:
         name = flag[2:].replace("-", "_")
         defaults[name] = default
         if name in EXPERIMENT:
             on_gpu, on_cpu = _shown(EXPERIMENT[name]), _shown(REHEARSAL[name])
             other = f"; without a GPU {on_cpu}" if on_cpu != on_gpu else ""
             help += f" (default: {on_gpu}{other})"
-        to.add_argument(*filter(None, (flag, alias)), help=help, **options)
+        to.add_argument(flag, help=help, **options)
 
     group = parser.add_argument_group
     commands = group("instead of the experiment").add_mutually_exclusive_group()
@@ -168,7 +166,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--interleave",
         "run the variants of a round side by side, this many timed steps of each at a time, at "
         "every length where they fit on the GPU together; 0: one after the other",
-        type=int, metavar="STEPS", alias="--turns", to=measured)  # fmt: skip
+        type=int, metavar="STEPS", to=measured)  # fmt: skip
     add("--seed", "seed of weights, adapters and batches (default: 0)", type=int, default=0,
         metavar="N", to=measured)  # fmt: skip
     add("--cell-timeout", "give up on a cell after this long without a word from it (default: 600)",

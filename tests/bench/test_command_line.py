@@ -43,7 +43,6 @@ HUGE = "9" * 20
     ("arguments", "words"),
     [
         (["--variants", "fusd_mlp"], "fusd_mlp: unknown; did you mean fused_mlp or "),
-        (["--variants", "fused_bordered"], "fused_bordered: no longer measured; give fused_layer"),
         (["--variants", "mlp"], "mlp: unknown; did you mean fused_mlp? --help lists"),
         (["--variants", "everything fused"], "did you mean fused_layer_graph_offload or "),
         (["--variants", "xyz"], f"xyz: unknown; --help lists all {len(options.VARIANTS)}\n"),
@@ -79,7 +78,7 @@ HUGE = "9" * 20
         (["--gpus", "2", "--variants", "fused_layer_graph", "--device", "cpu"], "a CUDA graph "),
         (["--steps", "5", "--rounds", "2"], "does not spread evenly over --rounds 2"),
         (["--rounds", HUGE], f"--rounds {HUGE}: give 1 to 1000"),
-        (["--turns", "-1"], "--interleave -1: give 0 or more"),
+        (["--interleave", "-1"], "--interleave -1: give 0 or more"),
         (["--seed", "-1"], "--seed -1: give 0 to 4294967295"),
         (["--cell-timeout", "nan"], "--cell-timeout nan: give more than 0 seconds"),
         (["--cell-timeout", "1e300"], "1,000,000 at most"),
