@@ -80,7 +80,6 @@ def generated_parts(run: Run) -> dict[str, str]:
     suite, second_run, kernels = (
         store.load(DOCS / "runs" / path) for path in (known.suite, known.second_run, known.kernels)
     )
-    beside_unsloth = [suite, *loaded("*/beside_unsloth/*").values()]
     return {
         "answer": answer(run),
         "headline": headline_table(run),
@@ -89,7 +88,6 @@ def generated_parts(run: Run) -> dict[str, str]:
         "kinds": tables.kinds_section(run),
         "second run": comparison_table(compare(run, second_run)),
         "peers": suite_tables.peers_section(suite),
-        "unsloth": suite_tables.against_unsloth_section(beside_unsloth),
         "parts": suite_tables.parts_section(suite),
         "effects": suite_tables.effects_section(suite),
         "gpus": measured_section(_by_link(run, "*/experiment", "*/quick")),
@@ -98,7 +96,6 @@ def generated_parts(run: Run) -> dict[str, str]:
         "a100": on_your_card_section(run, known.cards[0], known.card("A100")),
         "published": published_section(loaded("*/published-*"), known.footnotes),
         "releases": releases_section(pins(), _by_link(run, "**/*")),
-        "recipes": tables.recipes_section(loaded("*/recipe-*").values()),
         "nf4 steps": tables.beside_floor_section(loaded("*/nf4*").values()),
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths*").values()),
         "long rows": tables.beside_floor_section(loaded("*/long_rows").values()),

@@ -10,7 +10,6 @@ from bench.published import SETTINGS
 from bench.records import Cell
 from report import commands, published
 from report.published import claims_table, setting_that_ran
-from report.tables import recipes_section
 from report.wording import Footnote
 from variants import SUITES, Lora, title_of
 
@@ -146,17 +145,3 @@ def test_every_setting_says_who_where_and_when():
     for name, setting in SETTINGS.items():
         assert setting.name == name and setting.page.url.startswith("https://")
         assert setting.claims and setting.page.date > "2026"
-
-
-def test_a_recipe_has_a_row_for_each_variant_and_names_its_projections():
-    targets = Lora(targets=("q_proj", "v_proj"), dropout=0.05)
-    run = example.run(
-        ("vanilla_peft", "fused_mlp", "full_unsloth"), (64,), {("full_unsloth", 64): "oom"}, 1,
-        lora=targets,
-    )  # fmt: skip
-    said = recipes_section([run])
-    vanilla, mlp, unsloth = rows_in(said)
-    assert (vanilla["variant"], vanilla["speedup"]) == ("vanilla PEFT", "1.00")
-    assert float(mlp["speedup"]) > 0
-    assert [*unsloth.values()][1:] == ["out of memory", "", "", ""]
-    assert "on q_proj, v_proj" in said and "dropout 0.05" in said
