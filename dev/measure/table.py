@@ -12,16 +12,9 @@ from bench.weights import Source, materialize
 ON_GPU = torch.cuda.is_available()
 
 
-def positive(text: str) -> int:
-    """Read an option's number, for argparse."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"it is {value}: give 1 or more")
-    return value
-
-
 def add_sizes(parser: argparse.ArgumentParser, sizes: dict[str, int]) -> None:
     for flag, usual in sizes.items():
-        parser.add_argument(flag, type=positive, default=usual, metavar="N",
+        parser.add_argument(flag, type=int, default=usual, metavar="N",
                             help=f"(default: {usual})")  # fmt: skip
 
 
