@@ -360,7 +360,7 @@ FAULTS = (
           "several_gpus_report"),
     Fault("report/several_gpus.py", "if one.row.seq_len == seq_len)",
           "if one.row.seq_len >= seq_len)", "several_gpus_report"),
-    Fault("report/commands.py", "number(row.gb_per_s, 0)", "number(row.copy_gb_per_s, 0)",
+    Fault("report/tables.py", "thousands(row.gb_per_s)", "thousands(row.copy_gb_per_s)",
           "summary"),
     Fault("report/commands.py", "number(row.ratio_to_floor, 2)", "number(row.speedup, 2)",
           "summary"),

@@ -15,7 +15,7 @@ from rich.table import Table
 from bench import results as store
 from bench.options import HERE
 from bench.published import setting_name
-from bench.records import KernelRow, Kernels, Run, SummaryRow
+from bench.records import Kernels, Run, SummaryRow
 from bench.terminal import console
 from report.comparison import compare, comparison_table
 from report.fits import RANKING, fits_table
@@ -28,14 +28,6 @@ from variants import title_of, variant_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-KERNEL_COLUMNS = (
-    Column[KernelRow]("kernel", lambda row: row.kernel),
-    Column[KernelRow]("shape", lambda row: " x ".join(map(str, row.shape))),
-    Column[KernelRow]("us", lambda row: number(row.median_us, 1)),
-    Column[KernelRow]("GB/s", lambda row: number(row.gb_per_s, 0)),
-    Column[KernelRow]("of copy", lambda row: f"{row.share_of_copy:.0%}"),
-)
 
 
 def save_with_summary(path: Path, run: Run) -> None:
@@ -163,6 +155,8 @@ def summary_table(run: Run) -> Table:
 
 
 def kernels_table(kernels: Kernels) -> Table:
+    from report.tables import KERNEL_COLUMNS
+
     return _terminal_table(KERNEL_COLUMNS, kernels.rows)
 
 

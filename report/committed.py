@@ -23,7 +23,7 @@ from report.headline import (
 )
 from report.published import published_section
 from report.several_gpus import several_gpus_section
-from report.wording import PEERS, Footnote
+from report.wording import PEERS
 from variants import variant_of
 
 DOCS = HERE / "docs"
@@ -32,13 +32,12 @@ OF_NO_RUN = "fp8_training", "small_adapters", "weight_statistics"
 
 
 class Index(msgspec.Struct, frozen=True):
-    """docs/runs/index.toml: the files that pages name, facts that the files do not record, and data
-    sheets. cards: the published run's card comes first."""
+    """docs/runs/index.toml: the files that pages name, and data sheets. cards: the published run's
+    comes first."""
 
     suite: str
     second_run: str
     kernels: str
-    footnotes: list[Footnote]
     cards: list[Card]
 
     def card(self, name: str) -> Card:
@@ -94,7 +93,7 @@ def generated_parts(run: Run) -> dict[str, str]:
         "several gpus": several_gpus_section(loaded_several_gpus()),
         "expected": expected_section(run, *known.cards),
         "a100": on_your_card_section(run, known.cards[0], known.card("A100")),
-        "published": published_section(loaded("*/published-*"), known.footnotes),
+        "published": published_section(loaded("*/published-*").values()),
         "releases": releases_section(pins(), _by_link(run, "**/*")),
         "nf4 steps": tables.beside_floor_section(loaded("*/nf4*").values()),
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths*").values()),

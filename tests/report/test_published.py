@@ -10,7 +10,6 @@ from bench.published import SETTINGS
 from bench.records import Cell
 from report import commands, published
 from report.published import claims_table, setting_that_ran
-from report.wording import Footnote
 from variants import SUITES, Lora, title_of
 
 
@@ -33,8 +32,8 @@ def published_run(name="qwen3-8b", status=None, **changed):
     return run
 
 
-def section(*runs, footnotes=()):
-    return published.published_section({str(n): run for n, run in enumerate(runs)}, footnotes)
+def section(*runs):
+    return published.published_section(runs)
 
 
 def speeds(*runs):
@@ -80,16 +79,6 @@ def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
         rows = rows_in(claims_table(run))
         assert [row["they publish, tokens/s"] for row in rows] == theirs
         assert speeds(run, published_run()) == speeds(published_run())
-
-
-def test_a_footnote_marks_its_variants_and_says_its_words():
-    later = SUITES["published"][5:]
-    note = Footnote("0", later, "ᵃ", "measured on a second H100.")
-    said = section(published_run(), published_run("llama3-8b"), footnotes=[note])
-    table = [[*row.values()] for row in rows_in(said) if "tokens/s" in row]
-    marked = [["ᵃ" in cell for cell in row[1:]] for row in table]
-    assert marked == [[id in later, False] for id in SUITES["published"]]
-    assert "\n\nᵃ: measured on a second H100.\n\n" in said and "ᵃ" not in section(published_run())
 
 
 def test_every_variant_has_its_speed_in_every_run_or_says_why_not():
