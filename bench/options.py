@@ -145,7 +145,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         choices=("on", "off"), default="on", to=trained)  # fmt: skip
     data = group("the data and the batches")
     add("--data",
-        "chats: a file of JSON lines, JSON or parquet, or a data set of the hub as "
+        "chats: a file of JSON lines, or a data set of the hub as "
         "ORGANISATION/NAME or ORGANISATION/NAME:SPLIT; each row with messages, prompt "
         "and completion, or ShareGPT's conversations (default: data/sft_train.jsonl)",
         default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA", to=data)  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import msgspec
@@ -23,8 +22,6 @@ from report.headline import (
 )
 from report.published import published_section
 from report.several_gpus import several_gpus_section
-from report.wording import PEERS
-from variants import variant_of
 
 DOCS = HERE / "docs"
 # Files in docs/runs/ that programs of dev/measure/ wrote, or one that is gone: no runs.
@@ -94,36 +91,10 @@ def generated_parts(run: Run) -> dict[str, str]:
         "expected": expected_section(run, *known.cards),
         "a100": on_your_card_section(run, known.cards[0], known.card("A100")),
         "published": published_section(loaded("*/published-*").values()),
-        "releases": releases_section(pins(), _by_link(run, "**/*")),
         "nf4 steps": tables.beside_floor_section(loaded("*/nf4*").values()),
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths*").values()),
         "long rows": tables.beside_floor_section(loaded("*/long_rows").values()),
     }
-
-
-def pins(path: Path = HERE / "dev" / "requirements" / "peers.txt") -> dict[str, str]:
-    """Return the version of each pinned peer by its import name."""
-    found = re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(), re.MULTILINE)
-    return {name.replace("-", "_"): pin for name, pin in found}
-
-
-def releases_section(pinned: dict[str, str], runs: dict[str, Run]) -> str:
-    """Write the pins, and the runs with another release of a peer, until somebody repeats them.
-    runs: by the path that the page links to."""
-    now = " and ".join(f"{peer} {pinned[package]}" for peer, package in PEERS.values())
-    others: dict[str, list[str]] = {}
-    for path, run in runs.items():
-        recipes = [variant_of(id).recipe for id in run.experiment.variants]
-        for library in {recipe.library for recipe in recipes if recipe} & PEERS.keys():
-            peer, package = PEERS[library]
-            release = run.environment.packages.get(package)
-            if release and release != pinned[package]:
-                name = path.rsplit("runs/")[-1].removeprefix("../").partition(".json")[0]
-                others.setdefault(f"{peer} {release}", []).append(f"[{name}]({path})")
-    said = f"We pin the newest releases that install: {now}."
-    for release, links in others.items():
-        said += f" These runs are of {release}: {', '.join(links)}."
-    return said if others else f"{said} Every run holds them."
 
 
 def update_pages(root: Path, parts: dict[str, str]) -> list[Path]:

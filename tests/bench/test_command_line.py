@@ -363,7 +363,7 @@ def test_help_names_every_option_with_its_default_and_every_variant(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for default in ("64 128 256 512", "default: 32; without a GPU 4", "default: 100", "qwen2.5-3b"):
         assert default in text
-    for formats in ("JSON lines, JSON or parquet", "prompt and completion"):
+    for formats in ("a file of JSON lines, or", "prompt and completion"):
         assert formats in text
     for name, variant in options.VARIANTS.items():
         assert f"{name.removesuffix('_no_checkpointing')} {variant.plain_title}" in text
