@@ -99,21 +99,20 @@ class Recipe:
 class Look(NamedTuple):
     """The look of one family of variants. The marker tells families apart without colour."""
 
-    family: str
     colour: str
     marker: str
 
 
 # Okabe and Ito's colours, which no eye confuses. The baseline is grey, FP8 a darker indigo.
 LOOKS = {
-    "peft": Look("vanilla PEFT", "#595959", "o"),
-    "fused": Look("fused parts", "#d55e00", "s"),
-    "unsloth": Look("Unsloth", "#cc79a7", "^"),
-    "layers": Look("whole layers", "#0072b2", "P"),
-    "fp8": Look("layers in FP8", "#332288", "d"),
-    "compiled": Look("compiled PEFT", "#56b4e9", "D"),
-    "liger": Look("Liger", "#009e73", "v"),
-    "other": Look("other", "#e69f00", "<"),
+    "peft": Look("#595959", "o"),
+    "fused": Look("#d55e00", "s"),
+    "unsloth": Look("#cc79a7", "^"),
+    "layers": Look("#0072b2", "P"),
+    "fp8": Look("#332288", "d"),
+    "compiled": Look("#56b4e9", "D"),
+    "liger": Look("#009e73", "v"),
+    "other": Look("#e69f00", "<"),
 }
 
 

@@ -32,7 +32,7 @@ TITLE_LINE = 0.29  # inches
 LINE_LETTERS = 40  # of the title
 KEPT = "\N{NO-BREAK SPACE}"
 SPARE_LOOKS = [  # for variants whose family's look is taken
-    Look("", "#000000", "*"), Look("", "#8a7a00", "X"), Look("", "#7a4900", ">")
+    Look("#000000", "*"), Look("#8a7a00", "X"), Look("#7a4900", ">")
 ]  # fmt: skip
 NAME_LETTERS, LONGEST_NAME = 13, 32  # of a line of a variant's name, and of a name on two
 # Heights as shares of the panel: a value beside its point, and a line of words.

@@ -1,6 +1,5 @@
 """The table of runs on several GPUs."""
 
-import pytest
 from cases import example_results as example
 
 from bench.records import GpuTimes
@@ -22,14 +21,6 @@ def run_on(gpus, over_apart, **changed):
                    for gpu in range(gpus)]  # fmt: skip
             run.add(example.timed_cell(variant, seq_len, number, [ms] * 2, gpus=own))
     return run
-
-
-def test_the_speed_of_all_is_held_against_the_sum_of_each_and_against_one():
-    own = [GpuTimes("a", [100.0], [50.0], [40.0]), GpuTimes("b", [100.0], [100.0])]
-    cell = example.timed_cell(PLAIN, 64, 1, [100.0], gpus=own)
-    assert cell.efficiency == pytest.approx(2 / 3)  # 20 steps a second of 20 + 10
-    assert cell.efficiency_over_one == pytest.approx(20 / 50)
-    assert example.timed_cell(PLAIN, 64, 1, [100.0]).efficiency is None
 
 
 def test_the_section_has_a_row_for_each_length_and_variant_of_each_run():
