@@ -59,7 +59,7 @@ SHORT = 128  # up to this many tokens the host slows steps, and --quick interlea
 # kernels' table becomes part of a run's results, so it reads what tells runs apart.
 WORK = ("batch_size", "accumulate", "rank", "targets", "lora_dropout", "model", "base", "padded",
         "documents", "data")  # fmt: skip
-RUN_IS = (*WORK, "seq_lens", "steps", "rounds", "interleave", "checkpointing", "seed", "device",
+RUN_IS = (*WORK, "seq_lens", "steps", "rounds", "interleave", "seed", "device",
           "out", "cache", "allow_shared_gpu")  # fmt: skip
 READS = {
     "": (*RUN_IS, "suite", "variants", "cell_timeout"),
@@ -141,8 +141,6 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         default=list(TARGETS), metavar="NAME", to=trained)  # fmt: skip
     add("--lora-dropout", "share of an adapter's inputs to drop (default: 0)", type=float,
         default=0.0, metavar="P", to=trained)  # fmt: skip
-    add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
-        choices=("on", "off"), default="on", to=trained)  # fmt: skip
     data = group("the data and the batches")
     add("--data",
         "chats: a file of JSON lines, or a data set of the hub as "

@@ -25,7 +25,7 @@ from bench.options import HERE, Parser
 from bench.weights import read_config, resolve
 from models import build, lora_options, nf4_config
 from report.table import thousands
-from variants import BASES, BF16, NF4, Lora
+from variants import BASES, BF16, NF4, WITHOUT, Lora
 
 from .table import ON_GPU, add_sizes, draw_weights, print_rows
 
@@ -78,8 +78,8 @@ def model_of(run: str, asked: argparse.Namespace, checkpoint: Path) -> tuple[Any
     if run == UNSLOTH:
         device = "cuda" if ON_GPU else "cpu"
         built = build(
-            "full_unsloth", checkpoint, LORA, asked.tokens, asked.checkpointing, device, seed=0,
-            base=asked.base,
+            "full_unsloth" + ("" if asked.checkpointing else WITHOUT), checkpoint, LORA,
+            asked.tokens, device, seed=0, base=asked.base,
         )  # fmt: skip
         with torch.no_grad():
             for name, parameter in built.model.named_parameters():

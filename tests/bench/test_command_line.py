@@ -161,7 +161,7 @@ def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_na
         assert getattr(filled, option) == value
     options.fill_in(options.parse([*asked, "--rank", "16"], ""))  # as it is
     for flag, value in (("--rank", "32"), ("--seq-lens", "64"), ("--targets", "q_proj"),
-                        ("--checkpointing", "off"), ("--lora-dropout", "0.1")):  # fmt: skip
+                        ("--lora-dropout", "0.1")):  # fmt: skip
         line = bad(capsys, tmp_path, *asked, flag, value)
         assert f"{flag}: {setting.page.name} has " in line
     source = resolve(filled.model, tmp_path, 0)
@@ -266,7 +266,7 @@ GIVEN = {  # every option, as it is given
     "suite": ["all"], "variants": ["fused_mlp"], "seq_lens": ["64"], "batch_size": ["1"],
     "accumulate": ["2"], "targets": ["q_proj"], "lora_dropout": ["0.1"],
     "rank": ["8"], "steps": ["4"], "rounds": ["2"], "interleave": ["9"], "model": ["x.json"],
-    "base": ["nf4"], "checkpointing": ["off"], "padded": [], "documents": [], "data": ["x.jsonl"],
+    "base": ["nf4"], "padded": [], "documents": [], "data": ["x.jsonl"],
     "seed": ["1"], "gpus": ["2"], "device": ["cpu"],
     "out": ["x"], "cache": ["x"], "cell_timeout": ["9"], "allow_shared_gpu": [], "kernels": [],
     "plot_only": [], "quick": [], "fits": ["24"], "compare": ["a", "b"],
@@ -376,14 +376,14 @@ def test_the_command_is_recorded_without_the_folders_it_wrote_to():
 
 def test_a_command_becomes_its_plan_and_is_recorded_as_planned(tmp_path):
     plan = plan_of(tmp_path, "--rank", "8", "--steps", "6", "--rounds", "2", "--accumulate", "3",
-                   "--seq-lens", "32", "16", "--checkpointing", "off", "--seed", "4")  # fmt: skip
+                   "--seq-lens", "32", "16", "--seed", "4")  # fmt: skip
     assert (plan.steps, plan.rounds, plan.seq_lens) == (3, 2, (16, 32))
     assert (plan.lora.rank, plan.lora.alpha, plan.lora.targets) == (8, 16, options.TARGETS)
     (batch,), (other,) = (one.batches(16, 2, 1) for one in (plan, replace(plan, seed=5)))
     assert not torch.equal(batch.input_ids, other.input_ids)
     found = planning.planned_experiment(plan)
     assert (found.steps, found.rounds, found.seq_lens, found.accumulate) == (6, 2, [16, 32], 3)
-    assert (found.checkpointing, found.seed, found.lora) == ("off", 4, plan.lora)
+    assert (found.checkpointing, found.seed, found.lora) == ("on", 4, plan.lora)
     assert found.data_sha256 == sha256_of(plan.data)
     assert found.tokens_a_step(16) == 3 * 4 * 16
     half = msgspec.structs.replace(found, gpus=2, tokens={16: Tokens(padding=0.25, labelled=0.5)})

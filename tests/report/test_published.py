@@ -110,7 +110,7 @@ def test_what_ran_out_of_memory_says_so_and_the_next_fastest_stands_for_it():
     "changed",
     [{"batch_size": 1}, {"accumulate": 1}, {"lora": Lora(rank=32)}, {"padded": True},
      {"documents": True},
-     {"lora": Lora(rank=16, alpha=32, dropout=0.1)}, {"checkpointing": "off"},
+     {"lora": Lora(rank=16, alpha=32, dropout=0.1)},
      {"lora": Lora(rank=16, alpha=32, targets=("q_proj",))}],
 )  # fmt: skip
 def test_a_run_of_another_setting_is_not_held_against_theirs(changed):
