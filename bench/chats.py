@@ -30,7 +30,7 @@ def gather(data: str, cache: Path) -> Path:
 
     Its name is its SHA-256: a run continues with the chats it began with.
 
-    Raises ValueError if there is no such data, a row is no chat, or `cache` cannot be written.
+    Raises ValueError if there is no such data or a row is no chat.
     """
     path = Path(data)
     is_file = path.exists() or path.suffix == ".jsonl"
@@ -52,11 +52,8 @@ def gather(data: str, cache: Path) -> Path:
     text = "".join(written).encode()
     gathered = (cache / "data" / f"{hashlib.sha256(text).hexdigest()[:12]}.jsonl").resolve()
     if not gathered.exists():
-        try:
-            with unfinished_beside(gathered) as unfinished:  # another run may be reading
-                unfinished.write_bytes(text)
-        except OSError as error:
-            raise ValueError(f"--cache {cache}: cannot be written ({error.strerror})") from None
+        with unfinished_beside(gathered) as unfinished:  # another run may be reading
+            unfinished.write_bytes(text)
     return gathered
 
 

@@ -86,17 +86,13 @@ def _loaded_from(folder: Path, option: str) -> Run:
     return store.load(path)
 
 
-def _loaded(option: str, paths: Iterable[Path]) -> list[Run]:
-    try:
-        return [store.load(path) for path in paths]
-    except OSError as error:
-        reason = f"{error.filename} cannot be read ({error.strerror})"
-        raise ValueError(f"{option}: {reason}") from None
-
-
 def compare_only(old_path: Path, new_path: Path) -> int:
     """Print how the runs in two files differ. Return 1 if the new one is slower beyond noise."""
-    compared = compare(*_loaded("--compare", [old_path, new_path]))
+    try:
+        compared = compare(store.load(old_path), store.load(new_path))
+    except OSError as error:
+        reason = f"{error.filename} cannot be read ({error.strerror})"
+        raise ValueError(f"--compare: {reason}") from None
     console.print(comparison_table(compared), soft_wrap=True, markup=False)
     for difference in compared.differences:
         console.print(f"  {escape(difference)}", soft_wrap=True)

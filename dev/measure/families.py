@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench import processes
 from bench.options import HERE, Parser
 from bench.profiler import profile_step
 from bench.weights import Source, linear_names, read_config, resolve
 
-from .table import ON_GPU, add_sizes, draw_weights, print_rows
+from .table import ON_GPU, add_sizes, draw_weights, print_rows, result_of
 
 PLAIN, UNSLOTH, FUSED = RUNS = "plain PEFT", "Unsloth", "fused"
 RANK, ALPHA = 16, 32
@@ -190,7 +189,7 @@ def timed_rows(asked: argparse.Namespace, sources: dict[str, Source]) -> Iterato
     for family, source in sources.items():
         plain_ms = None
         for run in (one for one in RUNS if one in asked.runs):
-            step = processes.result_of(StepTime, time_family, run, source.folder, asked)
+            step = result_of(StepTime, time_family, run, source.folder, asked)
             if isinstance(step, str):
                 yield [family, run, step]
                 continue

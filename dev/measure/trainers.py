@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 import torch
 
 from batches import read_chats
-from bench import processes
 from bench.options import HERE, Parser
 from bench.weights import read_config, resolve
 from models import build, lora_options, nf4_config
 from report.table import thousands
 from variants import BASES, BF16, NF4, WITHOUT, Lora
 
-from .table import ON_GPU, add_sizes, draw_weights, print_rows
+from .table import ON_GPU, add_sizes, draw_weights, print_rows, result_of
 
 PLAIN, UNSLOTH, FUSED, GRAPHED = "plain PEFT", "Unsloth", "fused", "fused, in graphs"
 RUNS = {
@@ -218,7 +217,7 @@ def measured_rows(asked: argparse.Namespace, checkpoint: Path) -> Iterator[list[
     for kind in asked.kinds:
         plain = None
         for run in (one for one in asked.runs if one in RUNS[kind]):
-            speed = processes.result_of(Speed, measure, kind, run, asked, checkpoint)
+            speed = result_of(Speed, measure, kind, run, asked, checkpoint)
             if isinstance(speed, str):
                 yield [kind, run, speed]
                 continue

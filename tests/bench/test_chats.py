@@ -125,12 +125,6 @@ def test_data_that_is_not_there_is_an_error(tmp_path, monkeypatch, data, said):
     assert refused(gather, data, tmp_path).startswith(f"--data {data}: {said}")
 
 
-def test_a_cache_that_cannot_be_written_is_an_error(tmp_path):
-    (cache := tmp_path / "cache").write_text("a file")
-    said = refused(gather, str(DATA / "sft_train.jsonl"), cache)
-    assert said.startswith(f"--cache {cache}: cannot be written (")
-
-
 def test_reading_says_nothing_and_leaves_nothing_in_the_users_home(tmp_path):
     """Run in a child process, which shows everything that the libraries log and import."""
     (tmp_path / "bad.jsonl").write_text(f"{GOOD}\nnot json\n")
