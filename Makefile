@@ -5,7 +5,7 @@
 # make check      lint, types, and who may import whom
 # make plot       draw the published pictures and tables again
 # make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers, peft and TRL
-# make resolve-peers   can the peers' pins be installed beside requirements.txt, and is there anything newer? (installs nothing)
+# make resolve-peers   can the peers' pins be installed beside requirements.txt, and which releases are the newest? (installs nothing)
 #
 # Each makes the environment it needs in .venv first (test-newest in .venv-newest). PYTHON=python3.12 picks
 # another interpreter. CPU=1 takes PyTorch's CPU build: without it an environment takes 5.4 GB, most of
@@ -34,7 +34,8 @@ test-newest: $(NEWEST)/done
 	$(NEWEST)/bin/python $(PYTEST) --quick tests/fused_mlp tests/fused_lora
 
 resolve-peers: $(VENV)/base
-	$(RUN) -m bench.peers
+	$(RUN) -m pip install --quiet --dry-run -r requirements.txt -r dev/requirements/peers.txt
+	$(RUN) -m pip install --dry-run --no-deps --upgrade $$(sed -n 's/==.*//p' dev/requirements/peers.txt) | tail -1
 
 check: $(VENV)/dev
 	$(VENV)/bin/ruff check .

@@ -151,10 +151,6 @@ def report_only(arguments: argparse.Namespace) -> int | None:
         from report.commands import compare_only
 
         return compare_only(*arguments.compare)
-    if arguments.merge:
-        from report.commands import merge_only
-
-        return merge_only(arguments.merge, out)
     if arguments.fits is not None:
         from report.commands import fits_only
 

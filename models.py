@@ -64,7 +64,6 @@ def build(
     checkpoint: Path,
     lora: Lora,
     seq_len: int,
-    checkpointing: bool,
     device: str,
     seed: int,
     base: Base = BF16,
@@ -72,17 +71,15 @@ def build(
     """Build `variant` from the base weights in `checkpoint`, in training mode on `device`.
 
     By default base weights are bf16 and frozen, adapters are fp32 (as in PEFT and Unsloth) under
-    bf16 autocast, and attention is PyTorch's scaled_dot_product_attention. With `checkpointing` the
-    backward recomputes each layer from its input in the recipe's mode: non-reentrant for PEFT,
-    Unsloth's choice at this `seq_len` for Unsloth. `checkpointing=False` turns it off for all.
+    bf16 autocast, and attention is PyTorch's scaled_dot_product_attention. With
+    checkpointing the backward recomputes each layer from its input in the recipe's mode:
+    non-reentrant for PEFT, Unsloth's choice at this `seq_len` for Unsloth.
 
     On a `base` in NF4 the layers' weights are quantised as they are loaded. Embeddings, norms and
     lm_head stay in bf16: we leave out PEFT's `prepare_model_for_kbit_training`, which turns them to
     fp32 and makes every step slower.
     """
     recipe = recipe_of(variant)
-    if not checkpointing:
-        recipe = replace(recipe, checkpointing="none")
     make = _unsloth_model if recipe.library == "unsloth" else _peft_model
     model = make(recipe, checkpoint, lora, seq_len, device, seed, base)
     set_adapters(model, seed)
@@ -106,7 +103,7 @@ def build(
 
         switches: dict[str, Any] = {part: True for part in recipe.fused if part != "checkpoint"}
         fusion = Fusion(**switches, fp8=recipe.fp8)
-        if "checkpoint" in recipe.fused and recipe.checkpointing != "none":
+        if "checkpoint" in recipe.fused:
             fusion = replace(
                 fusion, checkpoint=recipe.checkpointing, checkpoint_gib=recipe.checkpoint_gib
             )

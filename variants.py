@@ -97,24 +97,22 @@ class Recipe:
 
 
 class Look(NamedTuple):
-    """The look of one family of variants. Marker and hatch tell families apart without colour."""
+    """The look of one family of variants. The marker tells families apart without colour."""
 
-    family: str
     colour: str
     marker: str
-    hatch: str
 
 
 # Okabe and Ito's colours, which no eye confuses. The baseline is grey, FP8 a darker indigo.
 LOOKS = {
-    "peft": Look("vanilla PEFT", "#595959", "o", ""),
-    "fused": Look("fused parts", "#d55e00", "s", "///"),
-    "unsloth": Look("Unsloth", "#cc79a7", "^", "..."),
-    "layers": Look("whole layers", "#0072b2", "P", "\\\\\\"),
-    "fp8": Look("layers in FP8", "#332288", "d", "xx"),
-    "compiled": Look("compiled PEFT", "#56b4e9", "D", "xxx"),
-    "liger": Look("Liger", "#009e73", "v", "---"),
-    "other": Look("other", "#e69f00", "<", "+++"),
+    "peft": Look("#595959", "o"),
+    "fused": Look("#d55e00", "s"),
+    "unsloth": Look("#cc79a7", "^"),
+    "layers": Look("#0072b2", "P"),
+    "fp8": Look("#332288", "d"),
+    "compiled": Look("#56b4e9", "D"),
+    "liger": Look("#009e73", "v"),
+    "other": Look("#e69f00", "<"),
 }
 
 
@@ -124,7 +122,7 @@ class Variant:
 
     id: its name in results.json and on the command line. plain_title: its name for people, without
     a word about checkpointing. recipe: None if this version cannot build it. plain_id: the id of
-    the same variant with checkpointing. instead: what to measure in place of a retired variant.
+    the same variant with checkpointing.
     """
 
     id: str
@@ -134,7 +132,6 @@ class Variant:
     checkpoints: bool = True
     suites: tuple[str, ...] = ()
     plain_id: str = ""
-    instead: str = ""
 
     @property
     def title(self) -> str:
@@ -250,13 +247,6 @@ _RECORDS = [
 _RECORDS.sort(key=lambda variant: not variant.checkpoints)
 VARIANTS = {variant.id: variant for variant in _RECORDS}
 
-# No longer measured. Published results keep their title.
-RETIRED = {
-    id: Variant(id, "bordered weights", None, LOOKS["fused"], not id.endswith(WITHOUT),
-                plain_id="fused_bordered", instead="fused_layer")
-    for id in ("fused_bordered", "fused_bordered" + WITHOUT)
-}  # fmt: skip
-
 SUITES = {
     suite: [variant.id for variant in _RECORDS if suite in variant.suites]
     for suite in ("experiment", "parts", "peers", "fastest")
@@ -294,11 +284,11 @@ def unadapted_projections(variant: str, targets: Collection[str]) -> tuple[str, 
 
 
 def variant_of(id: str) -> Variant:
-    """Return the record of an id. An unknown one, from a newer version's results, is its own
-    title."""
-    if known := VARIANTS.get(id) or RETIRED.get(id):
+    """Return the record of an id. One that another version's results have is titled by its own
+    words."""
+    if known := VARIANTS.get(id):
         return known
-    title, checkpoints = id.removesuffix(WITHOUT), not id.endswith(WITHOUT)
+    title, checkpoints = id.removesuffix(WITHOUT).replace("_", " "), not id.endswith(WITHOUT)
     return Variant(id, title, None, LOOKS["other"], checkpoints, plain_id=id)
 
 

@@ -1,7 +1,6 @@
 """Chats on disk: `--data` as one file that every process reads.
 
-    FILE.jsonl, FILE.json   a row a line, or a JSON array of rows
-    FILE.parquet
+    FILE                    JSON lines, a row a line
     ORGANISATION/NAME       a data set of the Hugging Face hub, its split "train"
     ORGANISATION/NAME:SPLIT another split, or a part of one: HuggingFaceH4/no_robots:train[:2000]
 
@@ -31,13 +30,13 @@ def gather(data: str, cache: Path) -> Path:
 
     Its name is its SHA-256: a run continues with the chats it began with.
 
-    Raises ValueError if there is no such data, a row is no chat, or `cache` cannot be written.
+    Raises ValueError if there is no such data or a row is no chat.
     """
     path = Path(data)
-    is_file = path.exists() or path.suffix in (".jsonl", ".json", ".parquet")
+    is_file = path.exists() or path.suffix == ".jsonl"
     hub = None if is_file else HUB_NAME.fullmatch(data)
     rows = (
-        _numbered(_data_set(data, hub[1], split=hub[2] or "train", cache_dir=str(cache / "hub")))
+        _numbered("chat", _data_set(data, hub[1], hub[2] or "train", str(cache / "hub")))
         if hub
         else _read(path)
     )
@@ -53,11 +52,8 @@ def gather(data: str, cache: Path) -> Path:
     text = "".join(written).encode()
     gathered = (cache / "data" / f"{hashlib.sha256(text).hexdigest()[:12]}.jsonl").resolve()
     if not gathered.exists():
-        try:
-            with unfinished_beside(gathered) as unfinished:  # another run may be reading
-                unfinished.write_bytes(text)
-        except OSError as error:
-            raise ValueError(f"--cache {cache}: cannot be written ({error.strerror})") from None
+        with unfinished_beside(gathered) as unfinished:  # another run may be reading
+            unfinished.write_bytes(text)
     return gathered
 
 
@@ -97,12 +93,12 @@ def _message(entry: Any, place: int) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _numbered(rows: Iterable[Any], word: str = "chat") -> Iterator[tuple[str, Any]]:
+def _numbered(word: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"{word} {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file with their places: "line 3" in JSON lines, else "chat 3".
+    """Yield the rows of a file with their places, such as "line 3".
 
     The standard library reads JSON: `datasets` turns a "4" in a mixed column into a number, and
     half a surrogate pair into an empty text.
@@ -111,27 +107,18 @@ def _read(path: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(
             f"--data {path}: no file to read; give chats as JSON lines, or a data set of the hub"
         )
-    if path.suffix == ".parquet":
-        # streamed: the library's own cache goes by a file's time alone
-        how = {"data_files": str(path), "split": "train", "streaming": True}
-        yield from _numbered(_data_set(str(path), "parquet", **how))
-        return
     data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    is_array = data.lstrip().startswith(b"[")
-    for where, text in [("the file", data)] if is_array else _numbered(data.split(b"\n"), "line"):
-        try:
-            value: Any = json.loads(text.decode()) if text.strip() else None
-        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number too long
-            said = f"{where}: not JSON ({error})"
-            raise ValueError(f"--data {path}, {said}; wanted {WANTED} a line") from None
-        if is_array:
-            yield from _numbered(value)
-        elif text.strip():
-            yield where, value
+    for where, text in _numbered("line", data.split(b"\n")):
+        if text.strip():
+            try:
+                yield where, json.loads(text.decode())
+            except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number too long
+                said = f"{where}: not JSON ({error})"
+                raise ValueError(f"--data {path}, {said}; wanted {WANTED} a line") from None
 
 
-def _data_set(data: str, name: str, **how: Any) -> Iterable[dict[str, Any]]:
-    """Load what `datasets` calls `name`, without the library's progress bars and warnings."""
+def _data_set(data: str, name: str, split: str, cache: str) -> Iterable[dict[str, Any]]:
+    """Load a data set of the hub, without the library's progress bars and warnings."""
     import datasets  # takes a second
     import huggingface_hub
 
@@ -139,10 +126,10 @@ def _data_set(data: str, name: str, **how: Any) -> Iterable[dict[str, Any]]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     huggingface_hub.logging.set_verbosity_error()
     try:
-        return list(datasets.load_dataset(name, **how))
-    except Exception as error:  # offline, unknown, gated, no parquet: its words say which
+        return list(datasets.load_dataset(name, split=split, cache_dir=cache))
+    except Exception as error:  # offline, unknown, gated: its words say which
         said = " ".join(str(error.__cause__ or error).split())[:200] or type(error).__name__
         raise ValueError(
-            f"--data {data}: no such data set ({said}); give a file of JSON lines or parquet, or "
+            f"--data {data}: no such data set ({said}); give a file of JSON lines, or "
             "ORGANISATION/NAME:SPLIT of the hub"
         ) from None

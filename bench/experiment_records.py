@@ -38,10 +38,10 @@ class Experiment(Record):
 
     batch_size: rows of a micro-batch; documents are joined into one row. accumulate: micro-batches
     of a step. base: the form of the base weights; dtype is that of the rest, and of the compute.
-    steps: timed steps of a variant at each length, over all rounds. checkpointing: "off"
-    turns it off in every variant. interleave: how many timed steps an interleaved variant takes at
-    a time (cells say where they were interleaved); 0: never. gpus: GPUs that train together, each
-    on other rows of batch_size; in a rehearsal, processes on the CPU.
+    steps: timed steps of a variant at each length, over all rounds. checkpointing: "off" if an
+    earlier version turned it off in every variant. interleave: how many timed steps an interleaved
+    variant takes at a time (cells say where they were interleaved); 0: never. gpus: GPUs that train
+    together, each on other rows of batch_size; in a rehearsal, processes on the CPU.
     """
 
     model: str

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 
 from bench.options import flag, why_unavailable
-from variants import BF16, NF4, RETIRED, TARGETS, VARIANTS, Base, title_of
+from variants import BF16, NF4, TARGETS, VARIANTS, Base, title_of
 
 LIMITS = {  # (smallest, largest)
     "seq_lens": (3, None),  # a token, one that attends to it, and the one that follows
@@ -75,8 +75,6 @@ def check_variant(
     name: str, device: str, base: Base = BF16, targets: Collection[str] = TARGETS
 ) -> None:
     """Raise ValueError if a variant given by name cannot run."""
-    if name in RETIRED:
-        raise ValueError(f"--variants {name}: no longer measured; give {RETIRED[name].instead}")
     if name not in VARIANTS:
         spelled = {_as_id(title_of(id)): id for id in VARIANTS} | {id: id for id in VARIANTS}
         near = get_close_matches(_as_id(name), spelled, n=3, cutoff=0.45)

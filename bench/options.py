@@ -59,7 +59,7 @@ SHORT = 128  # up to this many tokens the host slows steps, and --quick interlea
 # kernels' table becomes part of a run's results, so it reads what tells runs apart.
 WORK = ("batch_size", "accumulate", "rank", "targets", "lora_dropout", "model", "base", "padded",
         "documents", "data")  # fmt: skip
-RUN_IS = (*WORK, "seq_lens", "steps", "rounds", "interleave", "checkpointing", "seed", "device",
+RUN_IS = (*WORK, "seq_lens", "steps", "rounds", "interleave", "seed", "device",
           "out", "cache", "allow_shared_gpu")  # fmt: skip
 READS = {
     "": (*RUN_IS, "suite", "variants", "cell_timeout"),
@@ -67,7 +67,6 @@ READS = {
     "gpus": (*(name for name in RUN_IS if name != "interleave"), "variants", "cell_timeout"),
     "kernels": RUN_IS,
     "plot_only": ("out",),
-    "merge": ("out",),
     "fits": ("out",),
     "compare": (),
 }
@@ -93,16 +92,14 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     )
     defaults: dict[str, Any] = {}
 
-    def add(
-        flag: str, help: str, default: Any = None, *, to: Any, alias: str = "", **options
-    ) -> None:
+    def add(flag: str, help: str, default: Any = None, *, to: Any, **options) -> None:
         name = flag[2:].replace("-", "_")
         defaults[name] = default
         if name in EXPERIMENT:
             on_gpu, on_cpu = _shown(EXPERIMENT[name]), _shown(REHEARSAL[name])
             other = f"; without a GPU {on_cpu}" if on_cpu != on_gpu else ""
             help += f" (default: {on_gpu}{other})"
-        to.add_argument(*filter(None, (flag, alias)), help=help, **options)
+        to.add_argument(flag, help=help, **options)
 
     group = parser.add_argument_group
     commands = group("instead of the experiment").add_mutually_exclusive_group()
@@ -119,10 +116,6 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         action="store_true")  # fmt: skip
     add("--plot-only", "draw from existing results; measure nothing", False, to=commands,
         action="store_true")  # fmt: skip
-    add("--merge",
-        "merge several runs into one, such as one per GPU of a node, each with its own "
-        "CUDA_VISIBLE_DEVICES and --out; needs --out",
-        nargs="+", type=Path, metavar="FILE", to=commands)  # fmt: skip
     add("--fits", "list what trains fastest in this much GPU memory, from existing results",
         type=float, metavar="GIB", to=commands)  # fmt: skip
     add("--compare",
@@ -148,11 +141,9 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         default=list(TARGETS), metavar="NAME", to=trained)  # fmt: skip
     add("--lora-dropout", "share of an adapter's inputs to drop (default: 0)", type=float,
         default=0.0, metavar="P", to=trained)  # fmt: skip
-    add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
-        choices=("on", "off"), default="on", to=trained)  # fmt: skip
     data = group("the data and the batches")
     add("--data",
-        "chats: a file of JSON lines, JSON or parquet, or a data set of the hub as "
+        "chats: a file of JSON lines, or a data set of the hub as "
         "ORGANISATION/NAME or ORGANISATION/NAME:SPLIT; each row with messages, prompt "
         "and completion, or ShareGPT's conversations (default: data/sft_train.jsonl)",
         default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA", to=data)  # fmt: skip
@@ -173,7 +164,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--interleave",
         "run the variants of a round side by side, this many timed steps of each at a time, at "
         "every length where they fit on the GPU together; 0: one after the other",
-        type=int, metavar="STEPS", alias="--turns", to=measured)  # fmt: skip
+        type=int, metavar="STEPS", to=measured)  # fmt: skip
     add("--seed", "seed of weights, adapters and batches (default: 0)", type=int, default=0,
         metavar="N", to=measured)  # fmt: skip
     add("--cell-timeout", "give up on a cell after this long without a word from it (default: 600)",

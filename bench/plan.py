@@ -52,7 +52,6 @@ class Plan:
     batch_size: int
     steps: int
     rounds: int
-    checkpointing: bool
     padded: bool
     documents: bool
     seed: int
@@ -113,9 +112,7 @@ class Plan:
 
     def build(self, variant: str, seq_len: int) -> Built:
         folder, lora = self.source.folder, self.lora
-        return models.build(
-            variant, folder, lora, seq_len, self.checkpointing, self.device, self.seed, self.base
-        )
+        return models.build(variant, folder, lora, seq_len, self.device, self.seed, self.base)
 
     def clock(self) -> Clock:
         return CudaClock() if self.device == "cuda" else WallClock()

@@ -16,12 +16,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from tempfile import NamedTemporaryFile
-from typing import Any, TypeVar
+from typing import Any
 
 EXIT_GRACE_S = 30  # from closing the connection to being killed
 TERMINATE_GRACE_S = 5  # from being told to stop to being killed
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,22 +47,6 @@ def run(
     finally:
         ended = process.end()
     return ended
-
-
-def result_of(kind: type[T], function: Callable[..., None], *arguments: Any) -> T | str:
-    """Run ``function(send, *arguments)`` in a fresh process, and print the lines that it sends.
-
-    Returns the value of type `kind` that it sends, or one line with the reason if there is none.
-    """
-    said: list[Any] = []
-    ended = run(function, *arguments, on_message=said.append)
-    for line in (one for one in said if isinstance(one, str)):
-        print(line)
-    found = next((one for one in said if isinstance(one, kind)), None)
-    if found is None:
-        last_line = (ended.output_tail.splitlines() or [""])[-1]
-        return f"{ended.error}: {last_line}"
-    return found
 
 
 def run_in_turns(

@@ -69,7 +69,6 @@ class PublishedSetting:
             "lora_dropout": 0.0,
             "padded": False,
             "documents": False,
-            "checkpointing": "on",
             "base": self.base,
         }
 

@@ -144,7 +144,7 @@ class Floor(Record, omit_defaults=True):
     """The frozen operations of a step at one length, and what checkpointing recomputes.
 
     tokens: of a step, without padding; None in older runs, whose floors have the padding.
-    ms_by_round: in a merged run, the floor of each round's machine.
+    ms_by_round: of each round's machine, in runs that an earlier version merged.
     """
 
     floor_ms: Positive

@@ -1,4 +1,4 @@
-"""results.json: how we save, load, continue and merge runs.
+"""results.json: how we save, load and continue runs.
 
 `cells` holds the raw measurements, one cell for each (variant, seq_len, round). `summary` is
 computed from them at every save and never edited. A save writes the whole file or leaves the old
@@ -20,14 +20,13 @@ import re
 import zlib
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import msgspec
 
 from bench.experiment_records import COMPARED_PACKAGES, Environment, Experiment
 from bench.folders import unfinished_beside
-from bench.records import Floor, Run
+from bench.records import Run
 
 UNREADABLE = (
     msgspec.DecodeError,
@@ -108,7 +107,7 @@ def decode(data: bytes) -> Run:
         raise ValueError(f"{where}: {what[0].lower()}{what[1:]}") from None
 
 
-# --- continuing and merging -----------------------------------------------------------------------
+# --- continuing -----------------------------------------------------------------------------------
 
 
 def continue_from(path: str | Path, fresh: Run) -> Run:
@@ -127,83 +126,6 @@ def continue_from(path: str | Path, fresh: Run) -> Run:
         raise ValueError(f"{differing}; give another --out")
     _widen(earlier, fresh)
     return earlier
-
-
-def merge(runs: list[Run]) -> Run:
-    """Merge runs of one experiment. The rounds of each become rounds of the merged run.
-
-    So the GPUs of a node can measure in parallel, each its own rounds or some variants with their
-    baselines. A speedup stays within a round and therefore on one GPU. So does a step's ratio to
-    the floor: each run's floor is kept for its rounds. The merged floor is the median of all
-    samples.
-
-    Raises:
-        ValueError: the runs differ in experiment or kind of GPU, or two of them hold the same
-            measurement, which would count twice.
-    """
-    merged, *others = (copy.deepcopy(run) for run in runs)
-    for number, run in enumerate(others, start=2):
-        found = _differences(merged, run)
-        if differences := [one for one in found if not one.startswith("interleave ")]:
-            raise ValueError(
-                f"run {number} of these is not of the first one's experiment: "
-                f"{first_few(differences)}; give runs of one command"
-            )
-        if (shared := _measured(merged) & _measured(run)) or run in runs[: number - 1]:
-            raise ValueError(
-                f"run {number} of these overlaps an earlier one (measurements in both: "
-                f"{len(shared)}): give each run once"
-            )
-        before, steps = merged.experiment.rounds, merged.experiment.steps
-        finished = [merged.finished_utc, run.finished_utc]
-        for cell in run.cells:
-            cell.round += before
-        cells = merged.cells + run.cells
-        floor = _merged_floor(merged, run, merged.experiment.base)
-        other_floors = {
-            precision: _merged_floor(merged, run, precision)
-            for precision in {**merged.other_floors, **run.other_floors}
-        }
-        _widen(merged, run)
-        merged.cells, merged.floor, merged.other_floors = cells, floor, other_floors
-        merged.experiment.rounds = before + run.experiment.rounds
-        merged.experiment.steps = steps + run.experiment.steps
-        merged.started_utc = min(merged.started_utc, run.started_utc)
-        merged.finished_utc = max(filter(None, finished)) if all(finished) else None
-        merged.kernels = merged.kernels or run.kernels
-        merged.stages_s = None  # the runs overlapped in time
-    return merged
-
-
-def _measured(run: Run) -> set[tuple]:
-    """Return the raw times of timed cells. No two measurements agree in every digit."""
-    cells = [cell for cell in run.cells if cell.step_ms]
-    return {(cell.variant, cell.seq_len, *cell.step_ms, *cell.wall_ms) for cell in cells}
-
-
-def _merged_floor(one: Run, other: Run, precision: str) -> dict[int, Floor]:
-    """Merge the floors of two runs. The rounds of `other` come after those of `one`."""
-    merged = {}
-    ours, theirs = one.floors_in(precision), other.floors_in(precision)
-    for seq_len in {**ours, **theirs}:
-        floors = [found[seq_len] for found in (ours, theirs) if seq_len in found]
-        samples_ms = [ms for floor in floors for ms in floor.samples_ms]
-        again_ms = [ms for floor in floors for ms in floor.recomputation_samples_ms]
-        first = floors[0]
-        merged[seq_len] = Floor(
-            floor_ms=median(samples_ms) if samples_ms else first.floor_ms,
-            samples_ms=samples_ms,
-            recomputation_ms=median(again_ms) if again_ms else first.recomputation_ms,
-            recomputation_samples_ms=again_ms,
-            labelled_tokens=next(filter(None, (floor.labelled_tokens for floor in floors)), None),
-            tokens=next(filter(None, (floor.tokens for floor in floors)), None),
-            ms_by_round={
-                number + before: floor_ms
-                for run, found, before in ((one, ours, 0), (other, theirs, one.experiment.rounds))
-                for number, floor_ms in run.ms_by_round(found.get(seq_len)).items()
-            },
-        )
-    return merged
 
 
 def _differences(earlier: Run, fresh: Run) -> list[str]:

@@ -53,7 +53,7 @@ def _settings(asked: argparse.Namespace, source: Source, data: Path) -> Iterator
     for name in ("padded", "documents"):
         if getattr(asked, name):
             yield name
-    for name in ("base", "batch_size", "accumulate", "rank", "lora_dropout", "checkpointing",
+    for name in ("base", "batch_size", "accumulate", "rank", "lora_dropout",
                  "interleave", "seed"):  # fmt: skip
         if (value := getattr(asked, name)) != getattr(usual, name):
             yield f"{options.flag(name)[2:]}-{value}"

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.records import Interval, Run, Verdict
-from report.statistics import NOISE, interval95, interval95_of_ratios, noise_band, verdict_of
+from bench.records import Run, Verdict
+from report.statistics import NOISE, interval95_of_ratios, noise_band, verdict_of
 from report.table import markdown_table
 from report.wording import why_no_time
 from variants import ALL_BUT, ALONE, BASELINE, FUSED_PARTS, counterpart, variant_of
@@ -31,14 +31,11 @@ class Gain(NamedTuple):
     """Time saved per step (negative: added), as medians over the rounds that have it.
 
     percent: of vanilla's step in the same round; None where vanilla has no time.
-    ci95_ms, ci95_percent: 95% intervals over rounds; None from a single round.
     verdict: as in the summary; None where there is no A/A twin or no interval to judge by.
     """
 
     ms: float
-    ci95_ms: Interval | None
     percent: float | None
-    ci95_percent: Interval | None
     verdict: Verdict | None
 
 
@@ -107,7 +104,7 @@ class AblationBlock(NamedTuple):
             ci95, band = interval95_of_ratios(ratios), noise_band(self.run, self.seq_len, vanilla)
             verdict = verdict_of(median(ratios), ci95, band)
         middle = median(percent) if percent else None
-        return Gain(median(ms), interval95(ms), middle, interval95(percent), verdict)
+        return Gain(median(ms), middle, verdict)
 
     def _by_round(self, id: str) -> dict[int, float]:
         if self.time == STEP:

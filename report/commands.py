@@ -13,10 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench import results as store
-from bench.folders import locked
 from bench.options import HERE
 from bench.published import setting_name
-from bench.records import KernelRow, Kernels, Run, SummaryRow
+from bench.records import Kernels, Run, SummaryRow
 from bench.terminal import console
 from report.comparison import compare, comparison_table
 from report.fits import RANKING, fits_table
@@ -30,14 +29,6 @@ from variants import title_of, variant_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KERNEL_COLUMNS = (
-    Column[KernelRow]("kernel", lambda row: row.kernel),
-    Column[KernelRow]("shape", lambda row: " x ".join(map(str, row.shape))),
-    Column[KernelRow]("us", lambda row: number(row.median_us, 1)),
-    Column[KernelRow]("GB/s", lambda row: number(row.gb_per_s, 0)),
-    Column[KernelRow]("of copy", lambda row: f"{row.share_of_copy:.0%}"),
-)
-
 
 def save_with_summary(path: Path, run: Run) -> None:
     """Write a run with an up-to-date summary."""
@@ -49,13 +40,10 @@ def plot_only(folder: Path) -> int:
     run, others, drawn = _loaded_from(folder, "--plot-only"), folder, []
     if folder.resolve() == HERE:
         from report import committed
-        from report.several_gpus_picture import several_gpus_figure
 
         others = HERE / "docs" / "figures"
         drawn = committed.update_pages(HERE, committed.generated_parts(run))
         drawn += _draw_suite(store.load(committed.suite_path()), others)
-        several_gpus = several_gpus_figure(committed.loaded_several_gpus())
-        drawn += _written({others / "several_gpus.png": several_gpus})
     drawn += draw_pictures(run, folder, others)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0
@@ -63,18 +51,14 @@ def plot_only(folder: Path) -> int:
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
     """Draw every picture that the run has data for. All but the first go into the folder `others`.
-    Return their paths."""
+    Return their paths. A run on several GPUs has a table alone."""
     if run.experiment.gpus > 1:
-        from report.several_gpus_picture import several_gpus_figure
-
-        return _written({folder / "several_gpus.png": several_gpus_figure([run])})
+        return []
     from report.benchmark_results import benchmark_figure
     from report.kernel_time import kernel_time_figure
-    from report.panels import panels_figure
 
     drawn = _written({
         folder / "benchmark_results.png": benchmark_figure(run),
-        others / "panels.png": panels_figure(run),
         others / "kernel_time.png": kernel_time_figure(run),
     })  # fmt: skip
     return drawn + _draw_suite(run, others)
@@ -102,39 +86,19 @@ def _loaded_from(folder: Path, option: str) -> Run:
     return store.load(path)
 
 
-def _loaded(option: str, paths: Iterable[Path]) -> list[Run]:
-    try:
-        return [store.load(path) for path in paths]
-    except OSError as error:
-        reason = f"{error.filename} cannot be read ({error.strerror})"
-        raise ValueError(f"{option}: {reason}") from None
-
-
 def compare_only(old_path: Path, new_path: Path) -> int:
     """Print how the runs in two files differ. Return 1 if the new one is slower beyond noise."""
-    compared = compare(*_loaded("--compare", [old_path, new_path]))
+    try:
+        compared = compare(store.load(old_path), store.load(new_path))
+    except OSError as error:
+        reason = f"{error.filename} cannot be read ({error.strerror})"
+        raise ValueError(f"--compare: {reason}") from None
     console.print(comparison_table(compared), soft_wrap=True, markup=False)
     for difference in compared.differences:
         console.print(f"  {escape(difference)}", soft_wrap=True)
     if compared.is_slower:
         console.print("Slower beyond noise.")
     return 1 if compared.is_slower else 0
-
-
-def merge_only(paths: list[Path], folder: Path | None) -> int:
-    """Write the rounds of several runs into one results.json, and draw it."""
-    if folder is None:
-        raise ValueError("--merge: give --out FOLDER, where the one run is written")
-    path = folder / "results.json"
-    if path.exists():
-        raise ValueError(f"--merge: {path} is there; give another --out")
-    merged = store.merge(_loaded("--merge", paths))
-    with locked(folder):
-        save_with_summary(path, merged)
-        console.print(summary_table(merged))
-        pictures = draw_pictures(merged, folder, folder)
-    console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
-    return 0
 
 
 def fits_only(gib: float, folder: Path) -> int:
@@ -187,6 +151,8 @@ def summary_table(run: Run) -> Table:
 
 
 def kernels_table(kernels: Kernels) -> Table:
+    from report.tables import KERNEL_COLUMNS
+
     return _terminal_table(KERNEL_COLUMNS, kernels.rows)
 
 

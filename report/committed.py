@@ -8,7 +8,6 @@ import msgspec
 
 from bench import results as store
 from bench.options import HERE
-from bench.peers import pins
 from bench.records import Run
 from bench.results import write_atomically
 from report import suite_tables, tables
@@ -23,8 +22,6 @@ from report.headline import (
 )
 from report.published import published_section
 from report.several_gpus import several_gpus_section
-from report.wording import PEERS, Footnote
-from variants import variant_of
 
 DOCS = HERE / "docs"
 # Files in docs/runs/ that programs of dev/measure/ wrote, or one that is gone: no runs.
@@ -32,13 +29,12 @@ OF_NO_RUN = "fp8_training", "small_adapters", "weight_statistics"
 
 
 class Index(msgspec.Struct, frozen=True):
-    """docs/runs/index.toml: the files that pages name, facts that the files do not record, and data
-    sheets. cards: the published run's card comes first."""
+    """docs/runs/index.toml: the files that pages name, and data sheets. cards: the published run's
+    comes first."""
 
     suite: str
     second_run: str
     kernels: str
-    footnotes: list[Footnote]
     cards: list[Card]
 
     def card(self, name: str) -> Card:
@@ -80,7 +76,6 @@ def generated_parts(run: Run) -> dict[str, str]:
     suite, second_run, kernels = (
         store.load(DOCS / "runs" / path) for path in (known.suite, known.second_run, known.kernels)
     )
-    beside_unsloth = [suite, *loaded("*/beside_unsloth/*").values()]
     return {
         "answer": answer(run),
         "headline": headline_table(run),
@@ -89,39 +84,17 @@ def generated_parts(run: Run) -> dict[str, str]:
         "kinds": tables.kinds_section(run),
         "second run": comparison_table(compare(run, second_run)),
         "peers": suite_tables.peers_section(suite),
-        "unsloth": suite_tables.against_unsloth_section(beside_unsloth),
         "parts": suite_tables.parts_section(suite),
         "effects": suite_tables.effects_section(suite),
         "gpus": measured_section(_by_link(run, "*/experiment", "*/quick")),
         "several gpus": several_gpus_section(loaded_several_gpus()),
         "expected": expected_section(run, *known.cards),
         "a100": on_your_card_section(run, known.cards[0], known.card("A100")),
-        "published": published_section(loaded("*/published-*"), known.footnotes),
-        "releases": releases_section(pins(), _by_link(run, "**/*")),
-        "recipes": tables.recipes_section(loaded("*/recipe-*").values()),
+        "published": published_section(loaded("*/published-*").values()),
         "nf4 steps": tables.beside_floor_section(loaded("*/nf4*").values()),
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths*").values()),
         "long rows": tables.beside_floor_section(loaded("*/long_rows").values()),
     }
-
-
-def releases_section(pinned: dict[str, str], runs: dict[str, Run]) -> str:
-    """Write the pins, and the runs with another release of a peer, until somebody repeats them.
-    runs: by the path that the page links to."""
-    now = " and ".join(f"{peer} {pinned[package]}" for peer, package in PEERS.values())
-    others: dict[str, list[str]] = {}
-    for path, run in runs.items():
-        recipes = [variant_of(id).recipe for id in run.experiment.variants]
-        for library in {recipe.library for recipe in recipes if recipe} & PEERS.keys():
-            peer, package = PEERS[library]
-            release = run.environment.packages.get(package)
-            if release and release != pinned[package]:
-                name = path.rsplit("runs/")[-1].removeprefix("../").partition(".json")[0]
-                others.setdefault(f"{peer} {release}", []).append(f"[{name}]({path})")
-    said = f"We pin the newest releases that install: {now}."
-    for release, links in others.items():
-        said += f" These runs are of {release}: {', '.join(links)}."
-    return said if others else f"{said} Every run holds them."
 
 
 def update_pages(root: Path, parts: dict[str, str]) -> list[Path]:

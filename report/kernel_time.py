@@ -2,7 +2,7 @@
 
 It has a panel of stacked bars for the longest and one for the shortest length, with one bar per
 variant. A bar stacks the kernels of a profiled step, then the GPU's wait for the host: the timed
-step minus the time with kernels running. panels.png has the panel of the longest length.
+step minus the time with kernels running.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run
-from report.lines import FEW
 from report.picture import annotate, framed, lay_bars, write_caption, write_title
 from report.wording import (
+    FEW,
     REHEARSAL_NOTICE,
     caption,
     floor_words,
@@ -153,12 +153,6 @@ def drawn_ms(bar: Bar) -> dict[str, float]:
     kinds = [kind for kind in COLOURS if kind in bar.kernel_ms or kind != "dequantising"]
     ms = {kind: bar.kernel_ms.get(kind, 0.0) for kind in kinds}
     return ms | {"rest": sum(ms for kind, ms in bar.kernel_ms.items() if kind not in COLOURS)}
-
-
-def longest_profiled(run: Run) -> int:
-    """Return the longest length at which any variant has a profile, or else the longest."""
-    lengths = run.experiment.seq_lens
-    return next((n for n in reversed(lengths) if bars(run, n)), lengths[-1])
 
 
 def name_kinds(picture: Figure, run: Run, place: tuple[float, float], columns: int) -> None:

@@ -64,12 +64,12 @@ def annotate(
     return axes.annotate(words, place, points, across, "offset points", **text)
 
 
-def fitting_legend(picture: Figure, columns: int, room: float, **look: Any) -> tuple[Legend, int]:
+def fitting_legend(picture: Figure, columns: int, room: float, **look: Any) -> Legend:
     """Draw a legend in at most this many columns, fewer if this machine's fonts need more than
-    `room`, a share of the picture's width. Return it and its columns."""
+    `room`, a share of the picture's width."""
     legend = picture.legend(ncols=columns, **look)
     if columns == 1 or legend.get_window_extent().width <= room * picture.bbox.width:
-        return legend, columns
+        return legend
     legend.remove()
     return fitting_legend(picture, columns - 1, room, **look)
 

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from bench.published import SETTINGS, PublishedSetting, setting_name
 from bench.records import Run, SummaryRow
 from report.statistics import summarize
 from report.table import markdown_table, thousands
-from report.wording import STATUS_WORDS, Footnote, is_in_fp8, is_unsloth, on_base, title_in
+from report.wording import STATUS_WORDS, is_in_fp8, is_unsloth, on_base, title_in
 from variants import BASELINE, SUITES, Variant, variant_of
 
 HEADER = ["model", "a step: batches × rows × tokens", "they publish, tokens/s",
@@ -26,12 +26,11 @@ EXPLAINED = (
 
 
 class Measured(NamedTuple):
-    """A run of a setting, its summary by variant, and its footnote if it has one."""
+    """A run of a setting, and its summary by variant."""
 
     run: Run
     setting: PublishedSetting
     rows: dict[str, SummaryRow]
-    footnote: Footnote | None
 
     @property
     def model(self) -> str:
@@ -44,9 +43,8 @@ class Measured(NamedTuple):
     def speed(self, row: SummaryRow | None, is_titled: bool = False) -> str:
         if row is None or row.tokens_per_s is None:
             return STATUS_WORDS.get(row.status, "") if row else ""
-        mark = self.footnote.mark_of(row.variant) if self.footnote else ""
         title = f" ({title_in(row.variant, self.run)})" if is_titled else ""
-        return f"{thousands(row.tokens_per_s)}{mark}{title}"
+        return f"{thousands(row.tokens_per_s)}{title}"
 
     def lines(self) -> list[list[str]]:
         """Return a line for each of their numbers. If ours is in FP8, we take their FP8 numbers, if
@@ -69,10 +67,9 @@ class Measured(NamedTuple):
         ]  # fmt: skip
 
 
-def published_section(runs: Mapping[str, Run], footnotes: Iterable[Footnote] = ()) -> str:
-    """Write the tables and their sources. Nothing if no run has such a setting. runs: by file."""
-    by_file = {footnote.file: footnote for footnote in footnotes}
-    measured = _measured(runs, by_file)
+def published_section(runs: Iterable[Run]) -> str:
+    """Write the tables and their sources. Nothing if no run has such a setting."""
+    measured = _measured(runs)
     if not measured:
         return ""
     settings = dict.fromkeys(one.setting for one in measured)
@@ -80,17 +77,15 @@ def published_section(runs: Mapping[str, Run], footnotes: Iterable[Footnote] = (
     pages = dict.fromkeys(setting.page for setting in settings)
     sources = [f"- [{page.name}]({page.url}), {page.date}" for page in pages]
     sources += [f"- {setting.model}: {setting.differs}." for setting in settings if setting.differs]
-    marked = [one.footnote for one in measured if one.footnote]
     return "\n\n".join([
         _claims_table(measured),
-        *dict.fromkeys(f"{footnote.mark}: {footnote.words}" for footnote in marked),
         EXPLAINED.format(gpus=gpus), "\n".join(sources), _speeds_table(measured),
     ])  # fmt: skip
 
 
 def claims_table(run: Run) -> str:
     """Write a line for each number published in this run's setting."""
-    return _claims_table(_measured({"": run}, {}))
+    return _claims_table(_measured([run]))
 
 
 def _claims_table(measured: list[Measured]) -> str:
@@ -108,10 +103,10 @@ def _speeds_table(measured: list[Measured]) -> str:
     return markdown_table(["tokens/s", *(one.model for one in measured)], lines)
 
 
-def _measured(runs: Mapping[str, Run], footnotes: Mapping[str, Footnote]) -> list[Measured]:
+def _measured(runs: Iterable[Run]) -> list[Measured]:
     return [
-        Measured(run, setting, {row.variant: row for row in summarize(run)}, footnotes.get(file))
-        for file, run in runs.items()
+        Measured(run, setting, {row.variant: row for row in summarize(run)})
+        for run in runs
         if (setting := setting_that_ran(run))
     ]
 

@@ -48,7 +48,7 @@ def scaled(run: Run) -> list[Scaled]:
 
 
 def several_gpus_section(runs: Iterable[Run]) -> str:
-    """Write the picture and a table for each run; one sentence without any."""
+    """Write the finding and a table for each run; one sentence without any."""
     runs = list(runs)
     if not runs:
         return "No run of `lora_bench.py --gpus` is published yet."
@@ -56,7 +56,7 @@ def several_gpus_section(runs: Iterable[Run]) -> str:
         'Efficiency compares with the same GPUs at once without averaging gradients. "Over one '
         "GPU\" compares with the first GPU's speed alone, times their number."
     )
-    parts = [f"![{finding(runs)}](figures/several_gpus.png)", said]
+    parts = [f"**{finding(runs)}.**", said]
     for run in runs:
         parts += [caption_with_commit(run), table(COLUMNS, scaled(run))]
     return "\n\n".join(parts)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from statistics import median
 
 from bench.records import Run, SummaryRow
 from report.ablation import BLOCKS, ablation_table
 from report.statistics import NOISE, rows_by_variant_and_length
 from report.table import markdown_table, number, thousands
-from report.wording import caption, interleaved, is_unsloth, release_of, step_or_status, title_in
-from variants import ALL_BUT, ALONE, BASELINE, counterpart, variant_of
+from report.wording import caption, step_or_status, title_in
+from variants import ALL_BUT, ALONE, BASELINE, variant_of
 
 SINGLE_ROUND = "¹"
 NOT_MEASURED = "Not measured yet in a run that can be quoted: `python lora_bench.py --suite all`."
@@ -63,49 +62,6 @@ def _effects(suite: Run, checkpoints: bool) -> str:
     header = [f"at {seq_len} tokens", "forward, ms", "backward, ms", "launches a step",
               "peak allocated, GiB", "reserved, GiB"]  # fmt: skip
     return markdown_table(header, lines) if len(lines) > 1 else ""
-
-
-def against_unsloth_section(runs: list[Run]) -> str:
-    """Write Unsloth's time over that of all parts, one line for each block of each run."""
-    lengths = sorted({n for run in runs for n in run.experiment.seq_lens})
-    lines = []
-    for checkpoints, title in BLOCKS.items():
-        for run in runs:
-            ratios = [_over_unsloth(run, n, checkpoints) for n in lengths]
-            if any(ratios):
-                asked = run.experiment
-                steps = f"{asked.steps // asked.rounds} steps a cell{interleaved(run)}"
-                first = f"{title}, {steps}, Unsloth {release_of('unsloth', run)}"
-                lines.append([first, *map(_median_and_range, ratios)])
-    header = ["Unsloth's time / all parts", *(f"{n} tokens" for n in lengths)]
-    return markdown_table(header, lines) if lines else NOT_MEASURED
-
-
-def _over_unsloth(run: Run, seq_len: int, checkpoints: bool) -> list[float]:
-    """Return Unsloth's time over ours in every round that has both, using its fastest mode there.
-
-    A mode is what its checkpointing did. Where Unsloth's own checkpointing does not offload, two
-    variants are the same mode, and we take the median of their times: the smaller of two noisy
-    times would flatter the mode.
-    """
-    times: dict[tuple[int, str], list[float]] = {}
-    for cell in run.cells_of(seq_len=seq_len, status="ok"):
-        variant = variant_of(cell.variant)
-        if is_unsloth(variant) and variant.checkpoints is checkpoints:
-            mode = cell.round, cell.settings.checkpointing or cell.variant
-            times.setdefault(mode, []).append(median(cell.step_ms))
-    best: dict[int, float] = {}
-    for (round, _), ms in times.items():
-        best[round] = min(median(ms), best.get(round, inf))
-    own = run.round_ms(counterpart("fused_all", checkpoints).id, seq_len)
-    return [best[round] / own[round] for round in sorted(own.keys() & best.keys())]
-
-
-def _median_and_range(ratios: list[float]) -> str:
-    if len(ratios) < 2:
-        return "".join(f"{ratio:.2f}× (one round)" for ratio in ratios)
-    low, high = min(ratios), max(ratios)
-    return f"{median(ratios):.2f}× ({low:.2f} to {high:.2f}, {len(ratios)} rounds)"
 
 
 def peers_section(suite: Run) -> str:

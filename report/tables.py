@@ -13,7 +13,7 @@ from report.kernel_time import KINDS, bars
 from report.statistics import rows_by_variant_and_length, summarize
 from report.table import Column, markdown_table, number, spread, table, thousands
 from report.wording import STATUS_WORDS, caption_with_commit, step_or_status, title_in
-from variants import TARGETS, VARIANTS, Settings, title_of, variant_of
+from variants import VARIANTS, Settings, title_of, variant_of
 
 NOT_MEASURED = "Not measured yet."
 TOKENS_PER_S = Column[SummaryRow]("tokens/s", lambda row: thousands(row.tokens_per_s))
@@ -164,29 +164,6 @@ def kernels_section(run: Run) -> str:
 
 
 # --- other runs -----------------------------------------------------------------------------------
-
-
-def recipes_section(runs: Iterable[Run]) -> str:
-    """Write a table for each run with adapters on only some projections, or with dropout."""
-    speedup = Column[SummaryRow]("speedup", lambda row: number(row.speedup, 2))
-    blocks = [
-        f"**{_recipe(run)}:**\n\n"
-        f"{table([title_column(run), STEP, speedup, GPU_MS, PEAK], summarize(run))}\n\n"
-        f"{caption_with_commit(run)}"
-        for run in runs
-    ]
-    return "\n\n".join(blocks) or NOT_MEASURED
-
-
-def _recipe(run: Run) -> str:
-    """Say which projections have adapters, if not all, and the dropout if any."""
-    lora = run.experiment.lora
-    found = []
-    if len(lora.targets) < len(TARGETS):
-        found.append(f"Adapters on {' and '.join(lora.targets)} alone")
-    if lora.dropout:
-        found.append(f"lora_dropout={lora.dropout:g}")
-    return ", ".join(found) or "All seven projections"
 
 
 def beside_floor_section(runs: Iterable[Run]) -> str:

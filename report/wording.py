@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from bench.experiment_records import COMPARED_PACKAGES, Environment, Git
 from bench.records import Run, SummaryRow
 from report.table import number
@@ -26,7 +24,7 @@ STRONGEST = (
     *("fused_all", "compiled_peft_bf16_adapters", "liger_peft"),
     *("fused_layer", "fused_layer_graph", "compiled_peft"),
 )
-MANY = 8
+MANY, FEW = 8, 4  # with more than FEW, the table has what a picture leaves out
 
 
 def shown_variants(run: Run) -> list[str]:
@@ -155,15 +153,3 @@ def roughly(values: Sequence[float]) -> str:
     if len(rounded := {f"{value:.1f}×" for value in values}) == 1:
         return f"about {rounded.pop()}"
     return f"{low:.1f}× to {high:.1f}×"
-
-
-class Footnote(msgspec.Struct, frozen=True):
-    """A fact about some variants of a published file that the file does not record."""
-
-    file: str
-    variants: list[str]
-    mark: str
-    words: str
-
-    def mark_of(self, variant: str) -> str:
-        return self.mark if variant in self.variants else ""

@@ -76,7 +76,7 @@ def build_at_start(asked: Asked, variant: str) -> Any:
     import models
 
     length = 2 * asked.seq_len
-    built = models.build(variant, asked.source.folder, Lora(), length, False, asked.device, seed=0)
+    built = models.build(variant, asked.source.folder, Lora(), length, asked.device, seed=0)
     put(built.model, None)
     return built
 

@@ -19,19 +19,16 @@ from typing import Any
 
 import msgspec
 
-from batches import read_chats, sha256_of
+from batches import sha256_of
 from bench import machine, processes
-from bench.chats import gather
-from bench.folders import locked
 from bench.option_checks import check_variant
 from bench.options import HERE, Parser, list_of_variants, why_unavailable
 from bench.results import write_atomically
 from bench.terminal import console
-from bench.weights import check_architecture, resolve
+from bench.weights import resolve
 from variants import IN_FP32, Lora, title_of
 
 from .small_adapter_processes import (
-    APART,
     DPO_LR,
     PAIRS_A_STEP,
     TRAINER,
@@ -59,6 +56,7 @@ REHEARSED: dict[str, Any] = {
     "variants": (TRAINER, "fused_layer_no_checkpointing"),
 }  # fmt: skip
 DPO_STEPS = 4
+DATA = HERE / "data" / "sft_train.jsonl"
 SILENCE_LIMIT_S = 600  # a variant silent for longer hangs and is given up
 
 
@@ -113,10 +111,6 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--model", help="architecture file, checkpoint folder or hub name")
     parser.add_argument("--variants", nargs="+", metavar="NAME")
-    parser.add_argument(
-        "--data", default=str(HERE / "data" / "sft_train.jsonl"),
-        help="chats: a JSON or parquet file, or a data set of the hub",
-    )  # fmt: skip
     parser.add_argument("--cache", type=Path, default=HERE / ".cache")
     parser.add_argument("--out", type=Path, default=HERE / "runs" / "small-adapters")
     parser.set_defaults(**{name: defaults[name] for name in ("model", "variants")})
@@ -128,20 +122,15 @@ def main(argv: list[str] | None = None) -> int:
         for variant in given.variants:
             check_variant(variant, defaults["device"])
         source = resolve(str(given.model), given.cache.resolve(), seed=0)
-        check_architecture(source, Lora().targets)
         adapters = [
             TrainedAdapter(rate, n) for rate in defaults["rates"] for n in defaults["steps"]
         ]
         dpo_steps = min(DPO_STEPS, defaults["pairs"] // PAIRS_A_STEP)
         adapters += [TrainedAdapter(DPO_LR, n, is_dpo=True) for n in range(1, dpo_steps + 1)]
         sizes = {name: defaults[name] for name in ("device", "batches", "rows", "seq_len", "pairs")}
-        data = gather(given.data, given.cache)
-        if (there := len(read_chats(data))) < (least := sizes["pairs"] + APART):
-            raise ValueError(
-                f"--data {given.data}: too few chats ({there}); wanted {least} or more; add some"
-            )
-        with locked(given.out), TemporaryDirectory() as folder:
-            asked = Asked(source, data, Path(folder), adapters=adapters, **sizes)
+        given.out.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory() as folder:
+            asked = Asked(source, DATA, Path(folder), adapters=adapters, **sizes)
             run_all(asked, tuple(given.variants), given.out / "small_adapters.json")
     except RuntimeError as error:
         print(f"small_adapters: {str(error).splitlines()[0]}", file=sys.stderr)

@@ -2,26 +2,22 @@
 
 import argparse
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
+from bench import processes
 from bench.weights import Source, materialize
 
 # Unsloth must be the first import of its process: nothing here imports transformers
 ON_GPU = torch.cuda.is_available()
-
-
-def positive(text: str) -> int:
-    """Read an option's number, for argparse."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"it is {value}: give 1 or more")
-    return value
+T = TypeVar("T")
 
 
 def add_sizes(parser: argparse.ArgumentParser, sizes: dict[str, int]) -> None:
     for flag, usual in sizes.items():
-        parser.add_argument(flag, type=positive, default=usual, metavar="N",
+        parser.add_argument(flag, type=int, default=usual, metavar="N",
                             help=f"(default: {usual})")  # fmt: skip
 
 
@@ -35,6 +31,22 @@ def draw_weights(sources: Iterable[Source]) -> None:
             print(f"Drawing the weights of {source.name}.", flush=True)
             materialize(source, 0, "cuda" if ON_GPU else "cpu")
     torch.cuda.empty_cache()  # the runs need it
+
+
+def result_of(kind: type[T], function: Callable[..., None], *arguments: Any) -> T | str:
+    """Run ``function(send, *arguments)`` in a fresh process, and print the lines that it sends.
+
+    Returns the value of type `kind` that it sends, or one line with the reason if there is none.
+    """
+    said: list[Any] = []
+    ended = processes.run(function, *arguments, on_message=said.append)
+    for line in (one for one in said if isinstance(one, str)):
+        print(line)
+    found = next((one for one in said if isinstance(one, kind)), None)
+    if found is None:
+        last_line = (ended.output_tail.splitlines() or [""])[-1]
+        return f"{ended.error}: {last_line}"
+    return found
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> int:

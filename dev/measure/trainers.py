@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 import torch
 
 from batches import read_chats
-from bench import processes
 from bench.options import HERE, Parser
 from bench.weights import read_config, resolve
 from models import build, lora_options, nf4_config
 from report.table import thousands
-from variants import BASES, BF16, NF4, Lora
+from variants import BASES, BF16, NF4, WITHOUT, Lora
 
-from .table import ON_GPU, add_sizes, draw_weights, print_rows
+from .table import ON_GPU, add_sizes, draw_weights, print_rows, result_of
 
 PLAIN, UNSLOTH, FUSED, GRAPHED = "plain PEFT", "Unsloth", "fused", "fused, in graphs"
 RUNS = {
@@ -78,8 +77,8 @@ def model_of(run: str, asked: argparse.Namespace, checkpoint: Path) -> tuple[Any
     if run == UNSLOTH:
         device = "cuda" if ON_GPU else "cpu"
         built = build(
-            "full_unsloth", checkpoint, LORA, asked.tokens, asked.checkpointing, device, seed=0,
-            base=asked.base,
+            "full_unsloth" + ("" if asked.checkpointing else WITHOUT), checkpoint, LORA,
+            asked.tokens, device, seed=0, base=asked.base,
         )  # fmt: skip
         with torch.no_grad():
             for name, parameter in built.model.named_parameters():
@@ -218,7 +217,7 @@ def measured_rows(asked: argparse.Namespace, checkpoint: Path) -> Iterator[list[
     for kind in asked.kinds:
         plain = None
         for run in (one for one in asked.runs if one in RUNS[kind]):
-            speed = processes.result_of(Speed, measure, kind, run, asked, checkpoint)
+            speed = result_of(Speed, measure, kind, run, asked, checkpoint)
             if isinstance(speed, str):
                 yield [kind, run, speed]
                 continue

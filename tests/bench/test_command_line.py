@@ -43,7 +43,6 @@ HUGE = "9" * 20
     ("arguments", "words"),
     [
         (["--variants", "fusd_mlp"], "fusd_mlp: unknown; did you mean fused_mlp or "),
-        (["--variants", "fused_bordered"], "fused_bordered: no longer measured; give fused_layer"),
         (["--variants", "mlp"], "mlp: unknown; did you mean fused_mlp? --help lists"),
         (["--variants", "everything fused"], "did you mean fused_layer_graph_offload or "),
         (["--variants", "xyz"], f"xyz: unknown; --help lists all {len(options.VARIANTS)}\n"),
@@ -79,7 +78,7 @@ HUGE = "9" * 20
         (["--gpus", "2", "--variants", "fused_layer_graph", "--device", "cpu"], "a CUDA graph "),
         (["--steps", "5", "--rounds", "2"], "does not spread evenly over --rounds 2"),
         (["--rounds", HUGE], f"--rounds {HUGE}: give 1 to 1000"),
-        (["--turns", "-1"], "--interleave -1: give 0 or more"),
+        (["--interleave", "-1"], "--interleave -1: give 0 or more"),
         (["--seed", "-1"], "--seed -1: give 0 to 4294967295"),
         (["--cell-timeout", "nan"], "--cell-timeout nan: give more than 0 seconds"),
         (["--cell-timeout", "1e300"], "1,000,000 at most"),
@@ -96,7 +95,6 @@ HUGE = "9" * 20
          "fp8_layer: its base has another precision; leave it out, or leave out --base nf4"),
         (["--fused"], "unrecognized arguments: --fused"),
         (["--plot-only"], "run the benchmark first"),
-        (["--merge", "none.json"], "--merge: none.json cannot be read"),
         (["--fits", "nan"], "--fits nan: give more than 0 GiB"),
         (["--fits", "24"], "run the benchmark first"),
     ],
@@ -163,7 +161,7 @@ def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_na
         assert getattr(filled, option) == value
     options.fill_in(options.parse([*asked, "--rank", "16"], ""))  # as it is
     for flag, value in (("--rank", "32"), ("--seq-lens", "64"), ("--targets", "q_proj"),
-                        ("--checkpointing", "off"), ("--lora-dropout", "0.1")):  # fmt: skip
+                        ("--lora-dropout", "0.1")):  # fmt: skip
         line = bad(capsys, tmp_path, *asked, flag, value)
         assert f"{flag}: {setting.page.name} has " in line
     source = resolve(filled.model, tmp_path, 0)
@@ -268,10 +266,10 @@ GIVEN = {  # every option, as it is given
     "suite": ["all"], "variants": ["fused_mlp"], "seq_lens": ["64"], "batch_size": ["1"],
     "accumulate": ["2"], "targets": ["q_proj"], "lora_dropout": ["0.1"],
     "rank": ["8"], "steps": ["4"], "rounds": ["2"], "interleave": ["9"], "model": ["x.json"],
-    "base": ["nf4"], "checkpointing": ["off"], "padded": [], "documents": [], "data": ["x.jsonl"],
+    "base": ["nf4"], "padded": [], "documents": [], "data": ["x.jsonl"],
     "seed": ["1"], "gpus": ["2"], "device": ["cpu"],
     "out": ["x"], "cache": ["x"], "cell_timeout": ["9"], "allow_shared_gpu": [], "kernels": [],
-    "plot_only": [], "quick": [], "merge": ["a", "b"], "fits": ["24"], "compare": ["a", "b"],
+    "plot_only": [], "quick": [], "fits": ["24"], "compare": ["a", "b"],
 }  # fmt: skip
 
 
@@ -312,7 +310,7 @@ for argv in (["--help"], ["--fused"], ["--plot-only", "--kernels"], ["--seq-lens
     if argv == ["--help"]:
         slow |= {"pynvml", "tokenizers", "rich", "numpy"} & set(sys.modules)
     assert not slow, (argv, slow)
-from report import ablation_picture, benchmark_results, kernel_time, panels, tables
+from report import ablation_picture, benchmark_results, kernel_time, tables
 assert "torch" not in sys.modules
 """
 
@@ -365,7 +363,7 @@ def test_help_names_every_option_with_its_default_and_every_variant(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for default in ("64 128 256 512", "default: 32; without a GPU 4", "default: 100", "qwen2.5-3b"):
         assert default in text
-    for formats in ("JSON lines, JSON or parquet", "prompt and completion"):
+    for formats in ("a file of JSON lines, or", "prompt and completion"):
         assert formats in text
     for name, variant in options.VARIANTS.items():
         assert f"{name.removesuffix('_no_checkpointing')} {variant.plain_title}" in text
@@ -378,14 +376,14 @@ def test_the_command_is_recorded_without_the_folders_it_wrote_to():
 
 def test_a_command_becomes_its_plan_and_is_recorded_as_planned(tmp_path):
     plan = plan_of(tmp_path, "--rank", "8", "--steps", "6", "--rounds", "2", "--accumulate", "3",
-                   "--seq-lens", "32", "16", "--checkpointing", "off", "--seed", "4")  # fmt: skip
+                   "--seq-lens", "32", "16", "--seed", "4")  # fmt: skip
     assert (plan.steps, plan.rounds, plan.seq_lens) == (3, 2, (16, 32))
     assert (plan.lora.rank, plan.lora.alpha, plan.lora.targets) == (8, 16, options.TARGETS)
     (batch,), (other,) = (one.batches(16, 2, 1) for one in (plan, replace(plan, seed=5)))
     assert not torch.equal(batch.input_ids, other.input_ids)
     found = planning.planned_experiment(plan)
     assert (found.steps, found.rounds, found.seq_lens, found.accumulate) == (6, 2, [16, 32], 3)
-    assert (found.checkpointing, found.seed, found.lora) == ("off", 4, plan.lora)
+    assert (found.checkpointing, found.seed, found.lora) == ("on", 4, plan.lora)
     assert found.data_sha256 == sha256_of(plan.data)
     assert found.tokens_a_step(16) == 3 * 4 * 16
     half = msgspec.structs.replace(found, gpus=2, tokens={16: Tokens(padding=0.25, labelled=0.5)})

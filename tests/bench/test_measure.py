@@ -64,10 +64,11 @@ def test_each_variant_is_held_against_fp32(tmp_path, monkeypatch, capsys):
         return processes.Ended(None, "")
 
     monkeypatch.setattr(processes, "run", run)
+    monkeypatch.setattr(small_adapters, "DATA", few_chats(tmp_path))
     sizes = {"batches": 1, "pairs": 4, "steps": (1,), "rates": (1e-3,)}
     monkeypatch.setattr(small_adapters, "REHEARSED", small_adapters.REHEARSED | sizes)
     asked = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out"),
-             "--data", few_chats(tmp_path), "--variants", bf16]  # fmt: skip
+             "--variants", bf16]  # fmt: skip
     assert small_adapters.main(asked) == 0
     assert started == [("train_adapters",), ("run_variant", IN_FP32), ("run_variant", bf16)]
     written = (tmp_path / "out" / "small_adapters.json").read_bytes()
@@ -84,7 +85,6 @@ def test_each_variant_is_held_against_fp32(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("program", "asked", "words"),
     [
-        (families, ["olmo3", "--layers", "0"], "argument --layers: it is 0: give 1 or more"),
         (families, ["nobody"], "nobody: transformers has no such causal language model"),
         (families, ["olmo3", "--set", "hidden=5"], "the configuration of olmo3 has no such value"),
         (trainers, ["--kinds", "DPO", "--runs", trainers.UNSLOTH], "Unsloth is timed in SFT"),

@@ -45,7 +45,7 @@ def checkpoint(tmp_path_factory):
 
 
 def make(variant, checkpoint, device, **changes):
-    asked = {"lora": Lora(rank=4, alpha=8), "seq_len": 16, "checkpointing": True, "seed": 0}
+    asked = {"lora": Lora(rank=4, alpha=8), "seq_len": 16, "seed": 0}
     return build(variant, checkpoint, device=device, **(asked | changes))
 
 
@@ -125,10 +125,10 @@ def test_fp8_is_measured_without_a_workspace_of_cublaslt_unless_one_is_given(
     assert seen == [has]
 
 
-def test_bf16_adapters_train_without_autocast_and_without_checkpointing_when_not_asked_for(
+def test_bf16_adapters_train_without_autocast_and_a_variant_without_checkpointing_has_none(
     checkpoint, device
 ):
-    built = make("vanilla_peft_bf16_adapters", checkpoint, device, checkpointing=False)
+    built = make("vanilla_peft_bf16_adapters_no_checkpointing", checkpoint, device)
     assert built.autocast_dtype is None
     assert built.settings == Settings("none", "bfloat16", "None", "sdpa", False)
     assert not built.model.base_model.model.model.layers[0].gradient_checkpointing
@@ -295,7 +295,7 @@ def test_fused_variants_differ_from_vanilla_in_what_they_fuse_alone(
 ):
     recipe = recipe_of(variant)
     checkpoints = recipe.checkpointing != "none"
-    built = make(variant, checkpoint, device, checkpointing=checkpoints)
+    built = make(variant, checkpoint, device)
     ours, theirs = (
         {n: getattr(weight, "original", weight).cpu() for n, weight in model.state_dict().items()}
         for model in (built.model, vanilla.model)

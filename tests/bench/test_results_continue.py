@@ -1,6 +1,5 @@
 """The same command continues where an earlier one stopped, and another run is refused."""
 
-import copy
 import re
 
 import pytest
@@ -10,8 +9,6 @@ from msgspec.structs import replace
 
 from bench import results
 from bench.experiment_records import Git, Tokens
-from bench.records import Floor
-from report.statistics import summarize
 
 LORA, ADAMW = example.experiment().lora, example.experiment().optimizer
 
@@ -134,75 +131,3 @@ def test_another_commit_may_go_on_but_both_are_named(tmp_path):
         document = results.continue_from(path, fresh)
         results.save(path, document)
         assert document.environment.git == Git("abc1234 then def5678", True)
-
-
-# --- one run of several ---------------------------------------------------------------------------
-
-
-def test_the_rounds_of_every_run_are_rounds_of_the_merged_one(tmp_path):
-    """Merge two GPUs of a node. Each measured vanilla PEFT and one more variant."""
-    one = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=2, steps=16)
-    two = example.run(("vanilla_peft", "full_unsloth"), (64,), rounds=3, steps=24, visit=1)
-    two.floor[64].samples_ms, one.floor[64].samples_ms = [50.0, 60.0], [40.0]
-    one.floor[64].floor_ms, two.floor[64].floor_ms = 40.0, 55.0
-    two.floor[64].recomputation_samples_ms = [10.0, 12.0]  # one is of before there was any
-    two.other_floors = {"fp8": {64: Floor(30.0, [30.0])}}
-    for run in (one, two):
-        run.summary = summarize(run)
-    two.started_utc, one.finished_utc = "2020-01-01T00:00:00+00:00", None
-    two.finished_utc = "2020-01-01T01:00:00+00:00"
-    before = [copy.deepcopy(run) for run in (one, two)]
-    merged = results.merge([one, two])
-    assert [one, two] == before
-    assert results.load(saved(tmp_path, merged)) == merged
-    merged.summary = summarize(merged)
-    rounds = {}
-    for cell in merged.cells:
-        rounds.setdefault(cell.variant, []).append(cell.round)
-    assert rounds == {
-        "vanilla_peft": [1, 2, 3, 4, 5], "fused_mlp": [1, 2], "full_unsloth": [3, 4, 5],
-    }  # fmt: skip
-    assert merged.experiment.variants == ["vanilla_peft", "fused_mlp", "full_unsloth"]
-    assert (merged.experiment.rounds, merged.experiment.steps) == (5, 40)
-    assert merged.floor[64].floor_ms == 50.0
-    assert merged.floor[64].recomputation_ms == 11.0
-    assert merged.floor[64].ms_by_round == {1: 40.0, 2: 40.0, 3: 55.0, 4: 55.0, 5: 55.0}
-    assert merged.other_floors["fp8"][64].ms_by_round == {3: 30.0, 4: 30.0, 5: 30.0}
-    assert merged.started_utc == "2020-01-01T00:00:00+00:00"
-    assert merged.finished_utc is None
-    # paired on the GPU that measured both, over its own floor, as in each run
-    for run, variant in ((one, "fused_mlp"), (two, "full_unsloth")):
-        alone = next(row for row in run.summary if row.variant == variant)
-        together = next(row for row in merged.summary if row.variant == variant)
-        assert together.speedup == alone.speedup
-        assert together.ratio_to_floor == alone.ratio_to_floor
-
-
-def test_no_measurement_is_merged_twice():
-    """Refuse it: it would count twice, and two identical rounds make any noise look small."""
-    one, two = (example.run(rounds=2, steps=16, visit=n) for n in range(2))
-    some = copy.deepcopy(one)  # like a run that was copied before it finished
-    some.cells = [c for c in some.cells if c.seq_len == 64]
-    both = results.merge([one, two])
-    for runs, number, count in (
-        ([one, one], 2, 24), ([two, one, some], 3, 6), ([some, both], 2, 6), ([both, two], 2, 24),
-    ):  # fmt: skip
-        equal_steps = [replace(run, experiment=one.experiment) for run in runs]
-        said = f"run {number} of these overlaps an earlier one (measurements in both: {count})"
-        assert refused(results.merge, equal_steps).startswith(said)
-    untimed = example.run(status={(v, n): "oom" for v in example.THREE for n in example.SEQ_LENS})
-    assert "give each run once" in refused(results.merge, [untimed, untimed])
-
-
-def test_runs_of_two_experiments_are_not_merged_and_differences_are_written_for_people():
-    """Write words and numbers, not Python's."""
-    there = example.run(rounds=1, steps=8)
-    here = example.run(rounds=1, steps=8, visit=1)
-    there.experiment.lora = replace(LORA, targets=("q_proj",))
-    lora = replace(LORA, targets=("q_proj", "k_proj"))
-    here.experiment = replace(here.experiment, padded=True, interleave=2, lora=lora)
-    assert refused(results.merge, [there, here]) == (
-        "run 2 of these is not of the first one's experiment: padded no there, yes here; "
-        "lora.targets q_proj there, q_proj, k_proj here; give runs of one command"
-        # its cells say where variants were interleaved
-    )

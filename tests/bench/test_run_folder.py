@@ -114,7 +114,7 @@ def test_no_setting_that_keeps_runs_apart_is_lost(plan, tmp_path):
         ("--batch-size 2 --lora-dropout 0.1", "-batch-size-2-lora-dropout-0.1"),
         ("--seed 3 --padded --interleave 2", "-padded-interleave-2-seed-3"),
         ("--quick --rank 8", "-quick-rank-8"),
-        ("--gpus 2 --checkpointing off", "-2-gpus-checkpointing-off"),
+        ("--gpus 2 --rank 8", "-2-gpus-rank-8"),
         ("--targets v_proj q_proj --base nf4", "-base-nf4-q_proj+v_proj"),
         ("--rounds 2", "-2-steps-a-round"),
         ("--rounds 2 --steps 8 --seq-lens 64 --variants fused_mlp", ""),

@@ -36,5 +36,3 @@ def test_time_is_booked_when_a_stage_ends_and_adds_up_over_commands(clock, tmp_p
 
 def test_a_run_of_an_earlier_version_has_none():
     assert example.empty().stages_s is None and stages_line(example.empty()) == ""
-    merged = results.merge([example.run(visit=0), example.run(visit=1)])
-    assert merged.stages_s is None

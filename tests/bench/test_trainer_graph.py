@@ -230,7 +230,7 @@ def test_a_fused_graph_trains_as_the_same_step_eagerly(variant, accumulate, devi
     batch.labels[:, :20] = -100  # the graph computes the loss on fewer rows than there are tokens
     losses = []
     for name in (variant, variant.removesuffix("_graph")):
-        built = models.build(name, source.folder, Lora(rank=4), 32, True, device, 0)
+        built = models.build(name, source.folder, Lora(rank=4), 32, device, 0)
         clock = trainer_module.CudaClock()
         trainer = Trainer(built.model, built.autocast, clock, 1e-3, graph=built.graph,
                           accumulate=accumulate)  # fmt: skip

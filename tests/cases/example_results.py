@@ -135,9 +135,8 @@ def peak_gib(variant: str, seq_len: int) -> float:
     return 6 + ((0.01 if is_lean else 0.06) + kept) * seq_len
 
 
-def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, visit=0, **changed) -> Run:
-    """Return a whole run. `status` gives {(variant, seq_len): status} for cells without a time. No
-    two visits measure the same time."""
+def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, **changed) -> Run:
+    """Return a whole run. `status` gives {(variant, seq_len): status} for cells without a time."""
     asked = {"variants": list(variants), "seq_lens": list(seq_lens), "rounds": rounds}
     whole = empty(**{**asked, "steps": 8 * rounds, **changed})
     for seq_len in seq_lens:
@@ -153,7 +152,6 @@ def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, visit=0, **cha
                 # Rounds drift together, and each variant has small noise; more at 64 tokens.
                 noise = (0.012 if seq_len == 64 else 0.001) * ((order * 7 + round * 11 + 3) % 5 - 2)
                 middle = step_ms(variant, seq_len) * (1 + 0.005 * (round - 2) + noise)
-                middle *= 1 + 0.0001 * visit
                 gib, graph = peak_gib(variant, seq_len), "graph" in variant
                 peaks = {
                     "peak_allocated_bytes": int(gib * 2**30),

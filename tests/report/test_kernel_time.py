@@ -1,10 +1,14 @@
 """kernel_time.png: its numbers by hand, and that the picture shows them."""
 
+from itertools import accumulate
 from pathlib import Path
+from statistics import median
 
 import pytest
 from cases import example_results as example
 from cases import picture_case as case
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from msgspec.structs import replace
 
@@ -13,7 +17,6 @@ from bench.profiler import KIND_BY_MODULE, KIND_BY_NAME
 from bench.records import Floor
 from fused_lora.adopt.switches import SWITCHES
 from report import kernel_time
-from report.panels import panels_figure
 from report.tables import kinds_section
 from variants import EXPERIMENT_ON_NF4, SUITES, variant_of
 
@@ -99,6 +102,37 @@ def test_the_picture_says_the_steps_the_kinds_and_the_floor():
         assert expected in said, expected
 
 
+def test_a_bar_stacks_the_kinds_then_the_wait_and_the_floor_is_a_line():
+    run = example.run(("vanilla_peft", "vanilla_peft_again", "fused_mlp"))
+    picture = kernel_time.kernel_time_figure(run)
+    axes = picture.axes[0]
+    bar = next(bar for bar in kernel_time.bars(run, 512) if bar.variant == "fused_mlp")
+    drawn = [each for each in axes.patches if each.get_y() == pytest.approx(1 - 0.78 / 2)]
+    begins = [0, *accumulate(each.get_width() for each in drawn)]  # one after another
+    assert [each.get_x() for each in drawn] == pytest.approx(begins[:-1])
+    idle_ms = [median(cell.step_ms) - cell.gpu_busy_ms for cell in run.cells_of("fused_mlp", 512)]
+    assert drawn.pop().get_width() == pytest.approx(median(idle_ms))
+    drawn = [(each.get_width(), to_hex(each.get_facecolor())) for each in drawn]
+    for kind, ms in kernel_time.drawn_ms(bar).items():
+        assert (pytest.approx(ms), kernel_time.COLOURS[kind]) in drawn
+    (kinds,) = picture.legends
+    said = [text.get_text() for text in kinds.get_texts()]
+    assert (said[2], said[-1]) == ("casts and copies", kernel_time.IDLE)
+    lines = [c for c in axes.collections if isinstance(c, LineCollection)]
+    floors = {float(segment[0][0]) for c in lines for segment in c.get_segments()}
+    assert floors == {example.FLOOR_MS[512]} and axes.get_title(loc="left") == "512 tokens"
+
+
+def test_the_picture_hides_no_variant():
+    absent = {("vanilla_peft", 512): "oom", ("full_unsloth", 512): "unavailable"}
+    run = example.run(seq_lens=(64, 512), status=absent)
+    for cell in run.cells_of("vanilla_peft"):
+        cell.gpu_busy_ms = None
+    shown = words(kernel_time.kernel_time_figure(run))
+    found = [shown.count(one) for one in ("out of memory", "unavailable", "no profile")]
+    assert found == [1, 1, 1]
+
+
 def test_the_title_says_what_surrounds_the_products():
     vanilla = ("vanilla_peft", [200.0], {"matmul": 120.0, "copy": 30.0, "adapter": 20.0}, 170.0)
     fused = ("fused_mlp", [160.0], {"matmul": 118.0, "norm": 12.0}, 130.0)
@@ -136,7 +170,6 @@ def test_dequantising_is_a_kind_of_its_own_on_a_base_in_4_bits_alone(base):
     )
     assert ("dequantising" in words(picture)) is (base == "nf4")
     assert ("| dequantising | 7.0 |" in kinds_section(run)) is (base == "nf4")
-    assert ("dequantising" in words(panels_figure(run))) is (base == "nf4")
 
 
 @pytest.mark.parametrize("kind", ["matmul", "copy"])

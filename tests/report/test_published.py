@@ -10,8 +10,6 @@ from bench.published import SETTINGS
 from bench.records import Cell
 from report import commands, published
 from report.published import claims_table, setting_that_ran
-from report.tables import recipes_section
-from report.wording import Footnote
 from variants import SUITES, Lora, title_of
 
 
@@ -34,8 +32,8 @@ def published_run(name="qwen3-8b", status=None, **changed):
     return run
 
 
-def section(*runs, footnotes=()):
-    return published.published_section({str(n): run for n, run in enumerate(runs)}, footnotes)
+def section(*runs):
+    return published.published_section(runs)
 
 
 def speeds(*runs):
@@ -83,16 +81,6 @@ def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
         assert speeds(run, published_run()) == speeds(published_run())
 
 
-def test_a_footnote_marks_its_variants_and_says_its_words():
-    later = SUITES["published"][5:]
-    note = Footnote("0", later, "ᵃ", "measured on a second H100.")
-    said = section(published_run(), published_run("llama3-8b"), footnotes=[note])
-    table = [[*row.values()] for row in rows_in(said) if "tokens/s" in row]
-    marked = [["ᵃ" in cell for cell in row[1:]] for row in table]
-    assert marked == [[id in later, False] for id in SUITES["published"]]
-    assert "\n\nᵃ: measured on a second H100.\n\n" in said and "ᵃ" not in section(published_run())
-
-
 def test_every_variant_has_its_speed_in_every_run_or_says_why_not():
     run = published_run(status={"fused_all": "oom"})
     del run.cells[-1]  # cut off before the last
@@ -122,7 +110,7 @@ def test_what_ran_out_of_memory_says_so_and_the_next_fastest_stands_for_it():
     "changed",
     [{"batch_size": 1}, {"accumulate": 1}, {"lora": Lora(rank=32)}, {"padded": True},
      {"documents": True},
-     {"lora": Lora(rank=16, alpha=32, dropout=0.1)}, {"checkpointing": "off"},
+     {"lora": Lora(rank=16, alpha=32, dropout=0.1)},
      {"lora": Lora(rank=16, alpha=32, targets=("q_proj",))}],
 )  # fmt: skip
 def test_a_run_of_another_setting_is_not_held_against_theirs(changed):
@@ -146,17 +134,3 @@ def test_every_setting_says_who_where_and_when():
     for name, setting in SETTINGS.items():
         assert setting.name == name and setting.page.url.startswith("https://")
         assert setting.claims and setting.page.date > "2026"
-
-
-def test_a_recipe_has_a_row_for_each_variant_and_names_its_projections():
-    targets = Lora(targets=("q_proj", "v_proj"), dropout=0.05)
-    run = example.run(
-        ("vanilla_peft", "fused_mlp", "full_unsloth"), (64,), {("full_unsloth", 64): "oom"}, 1,
-        lora=targets,
-    )  # fmt: skip
-    said = recipes_section([run])
-    vanilla, mlp, unsloth = rows_in(said)
-    assert (vanilla["variant"], vanilla["speedup"]) == ("vanilla PEFT", "1.00")
-    assert float(mlp["speedup"]) > 0
-    assert [*unsloth.values()][1:] == ["out of memory", "", "", ""]
-    assert "on q_proj, v_proj" in said and "dropout 0.05" in said

@@ -1,4 +1,4 @@
-"""Reports from existing results: fits, pictures, and the merge of several runs."""
+"""Reports from existing results: fits and pictures."""
 
 import json
 import os
@@ -13,11 +13,10 @@ from report import committed
 from report.ablation_picture import ablation_figure
 from report.benchmark_results import benchmark_figure
 from report.kernel_time import kernel_time_figure
-from report.panels import panels_figure
 from report.picture import write_png
 from variants import EXPERIMENT_ON_NF4
 
-DRAWN = [ablation_figure, benchmark_figure, kernel_time_figure, panels_figure]
+DRAWN = [ablation_figure, benchmark_figure, kernel_time_figure]
 TWO = example.run(("vanilla_peft", "fused_mlp"), (512,))
 
 
@@ -43,7 +42,7 @@ def test_a_picture_is_the_same_bytes_each_time_and_written_whole_or_not_at_all(
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("figure", [benchmark_figure, kernel_time_figure, panels_figure])
+@pytest.mark.parametrize("figure", [benchmark_figure, kernel_time_figure])
 def test_title_and_caption_name_a_base_in_4_bits(figure):
     def said(base):
         picture = figure(example.run(EXPERIMENT_ON_NF4, (64, 512), base=base))
@@ -78,27 +77,7 @@ def test_a_suite_draws_what_every_part_buys(tmp_path):
     store.save(tmp_path / "results.json", example.run(("vanilla_peft", "fused_all"), (64, 128)))
     assert lora_bench.main(["--plot-only", "--out", str(tmp_path)]) == 0
     drawn = {path.stem for path in tmp_path.glob("*.png")}
-    assert drawn == {"benchmark_results", "panels", "kernel_time", "ablation"}
-
-
-def test_merge_writes_one_run_of_several_and_nothing_over_another(tmp_path, capsys):
-    for visit, name in enumerate(("one", "two")):
-        (tmp_path / name).mkdir()
-        run = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=2, visit=visit)
-        store.save(tmp_path / name / "results.json", run)
-    files = [str(tmp_path / name / "results.json") for name in ("one", "two")]
-    out = tmp_path / "both"
-    assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 0
-    assert {cell.round for cell in store.load(out / "results.json").cells} == {1, 2, 3, 4}
-    assert (out / "benchmark_results.png").is_file()
-    before = (out / "results.json").read_bytes()
-    assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 2
-    assert (out / "results.json").read_bytes() == before
-    assert lora_bench.main(["--merge", *files]) == 2
-    assert "give --out FOLDER" in capsys.readouterr().err
-    again = ["--merge", files[0], files[0], "--out", str(tmp_path / "new")]
-    assert lora_bench.main(again) == 2
-    assert "give each run once" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert drawn == {"benchmark_results", "kernel_time", "ablation"}
 
 
 def test_a_time_that_is_none_is_refused_in_one_line(tmp_path, capsys):
@@ -110,7 +89,6 @@ def test_a_time_that_is_none_is_refused_in_one_line(tmp_path, capsys):
         ["--plot-only", *here],
         ["--fits", "9", *here],
         ["--compare", file, file],
-        ["--merge", file, "--out", str(tmp_path / "new")],
     ):
         assert lora_bench.main(command) == 2
         line = capsys.readouterr().err

@@ -1,11 +1,9 @@
-"""The table and the picture of runs on several GPUs."""
+"""The table of runs on several GPUs."""
 
-import pytest
 from cases import example_results as example
 
 from bench.records import GpuTimes
 from report.several_gpus import finding, several_gpus_section
-from report.several_gpus_picture import several_gpus_figure
 
 PLAIN, GRAPH = "vanilla_peft", "fused_layer_graph"
 
@@ -25,17 +23,9 @@ def run_on(gpus, over_apart, **changed):
     return run
 
 
-def test_the_speed_of_all_is_held_against_the_sum_of_each_and_against_one():
-    own = [GpuTimes("a", [100.0], [50.0], [40.0]), GpuTimes("b", [100.0], [100.0])]
-    cell = example.timed_cell(PLAIN, 64, 1, [100.0], gpus=own)
-    assert cell.efficiency == pytest.approx(2 / 3)  # 20 steps a second of 20 + 10
-    assert cell.efficiency_over_one == pytest.approx(20 / 50)
-    assert example.timed_cell(PLAIN, 64, 1, [100.0]).efficiency is None
-
-
 def test_the_section_has_a_row_for_each_length_and_variant_of_each_run():
     lines = several_gpus_section([run_on(2, 0.99), run_on(4, 0.97)]).splitlines()
-    assert lines[0].startswith("![On up to 4 GPUs, the fastest variant keeps 96% or more of")
+    assert lines[0].startswith("**On up to 4 GPUs, the fastest variant keeps 96% or more of")
     assert lines[4].startswith("2 × NVIDIA H200 · ")
     rows = [line for line in lines if line.startswith("| ") and "GPUs" not in line]
     assert len([row for row in rows if "---" not in row]) == 8
@@ -45,19 +35,4 @@ def test_the_section_has_a_row_for_each_length_and_variant_of_each_run():
     other = run_on(4, 0.925)  # no other kind of GPU hides it
     other.environment.gpu.name = "NVIDIA H100"
     assert "keeps 91% or more of" in finding([run_on(4, 0.97), other])
-
-
-def test_the_picture_has_a_panel_for_each_length_and_shows_one_kind_of_gpu():
-    other = run_on(8, 0.5)
-    other.environment.gpu.name = "NVIDIA H100"
-    runs = [run_on(4, 0.97), other, run_on(2, 0.99)]
-    panels = several_gpus_figure(runs).axes
-    assert [axes.get_title(loc="left") for axes in panels] == ["64 tokens", "512 tokens"]
-    for axes, less in zip(panels, (1, 0), strict=True):
-        place = [line.get_label() for line in axes.lines].index("fused layers, CUDA graph")
-        apart, over_one = axes.lines[place : place + 2]
-        assert [*apart.get_xdata()] == [*over_one.get_xdata()] == [1, 2, 4]
-        assert [*apart.get_ydata()] == pytest.approx([100, 99 - less, 97 - less])
-        assert [*over_one.get_ydata()] == pytest.approx([100, 80, 80])
     assert finding([run_on(2, 0.999)]).startswith("On two GPUs, the fastest variant keeps 98%")
-    assert several_gpus_figure([]) is None

@@ -3,11 +3,9 @@
 from cases import example_results as example
 from cases.example_results import rounds
 from cases.table_case import rows_in
-from msgspec.structs import replace
 
 from bench.records import Floor
 from report import suite_tables
-from variants import Settings
 
 FLOOR = "floor: the frozen matmuls, attention and lm_head alone"
 AGAIN = "the same and the layers' forward again, without their last matmul"
@@ -32,38 +30,6 @@ def test_a_variant_that_failed_says_so_and_stands_last():
     assert last_two() == [failed, floor]
     suite.floor[64].recomputation_ms = 10.04
     assert last_two() == [floor, (AGAIN, "50.4")]
-
-
-def test_all_fused_is_held_against_unsloths_faster_mode_of_the_same_round():
-    """Try modes whose own checkpointing differs, then modes where it does not."""
-    slow_host = rounds(
-        full_unsloth=[300, 220, "oom", 240],
-        unsloth_plain_checkpointing=[200, 230, "oom"],
-        fused_all=[100, 200, 50, "parity_failed"],  # 2.0, 1.1, no mode, no time
-        full_unsloth_no_checkpointing=[90],  # of the other block
-        fused_all_no_checkpointing=[100],
-    )
-    steady = rounds(512, full_unsloth=[100, 120, 140], fused_all=[100, 100, 100])
-    steady.experiment = replace(steady.experiment, rounds=3, steps=90, interleave=2)
-    for cell in steady.cells:
-        cell.turn_steps = 2
-    slow_host.experiment = replace(slow_host.experiment, rounds=4, steps=40)
-    slow_host.environment.packages["unsloth"] = "2026.10.7"
-    rows = rows_in(suite_tables.against_unsloth_section([slow_host, steady]))
-    assert [[*row.values()] for row in rows] == [
-        ["With gradient checkpointing, 10 steps a cell, Unsloth 2026.10.7",
-         "1.55× (1.10 to 2.00, 2 rounds)", ""],
-        ["With gradient checkpointing, 30 steps a cell, interleaved 2 at a time, "
-         "Unsloth 2026.10.9", "", "1.20× (1.00 to 1.40, 3 rounds)"],
-        ["Without checkpointing, 10 steps a cell, Unsloth 2026.10.7", "0.90× (one round)", ""],
-    ]  # fmt: skip
-    for cell in slow_host.cells:
-        cell.settings = Settings("unsloth (plain)")
-    # (300 + 200) / 2 and (220 + 230) / 2, and round 3 has none of either
-    one_mode = rows_in(suite_tables.against_unsloth_section([slow_host]))[0]
-    assert one_mode["64 tokens"] == "1.81× (1.12 to 2.50, 2 rounds)"
-    for runs in ([], [rounds(vanilla_peft=[1], fused_all=[1])]):
-        assert suite_tables.against_unsloth_section(runs) == suite_tables.NOT_MEASURED
 
 
 def test_effects_are_the_longest_lengths_a_table_a_block():

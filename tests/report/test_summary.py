@@ -55,7 +55,14 @@ def test_the_terminals_table_shows_what_was_measured_and_a_rehearsals_only_times
     row = KernelRow("swiglu_forward", [16384, 11008], "bfloat16", median_us=281.24, bytes=1,
                     gb_per_s=3847.1, copy_gb_per_s=4302.6, share_of_copy=0.894)  # fmt: skip
     (kernel,) = rows_of(kernels_table(Kernels(4302.6, [row])))
-    assert [*kernel.values()] == ["swiglu_forward", "16384 x 11008", "281.2", "3847", "89%"]
+    assert [*kernel.values()] == [
+        "swiglu_forward",
+        "16384 × 11008",
+        "bfloat16",
+        "281.2",
+        "3,847",
+        "89%",
+    ]
 
 
 def test_a_row_of_the_summary_by_hand():

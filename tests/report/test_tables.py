@@ -5,7 +5,7 @@ from cases import example_results as example
 from cases.example_results import rounds
 from cases.table_case import row_of, rows_in
 from msgspec.structs import replace
-from test_plots import RUNS
+from test_benchmark_picture import RUNS
 
 from bench.records import Cell, Floor, KernelRow, Kernels
 from report import tables, wording

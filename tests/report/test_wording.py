@@ -4,7 +4,6 @@ import pytest
 from cases import example_results as example
 
 from report import wording
-from report.committed import releases_section
 from report.headline import measured_section
 from variants import Lora
 
@@ -54,18 +53,6 @@ def test_a_peers_row_names_the_release_that_its_runs_recorded(variant, releases,
         package = "liger_kernel" if "liger" in variant else "unsloth"
         run.environment.packages[package] = release
     assert wording.title_in(variant, *runs) == said
-
-
-def test_runs_of_another_release_than_the_pinned_are_listed():
-    old, new, without = example.run(seq_lens=(64,)), example.run(), example.run(("fused_mlp",))
-    old.environment.packages["unsloth"] = without.environment.packages["unsloth"] = "2026.10.7"
-    pinned = {"unsloth": "2026.10.9", "liger_kernel": "0.8.5"}
-    runs = {"../results.json": old, "runs/a/new.json.gz": new, "runs/a/mlp.json.gz": without}
-    said = "We pin the newest releases that install: Unsloth 2026.10.9 and Liger 0.8.5."
-    assert releases_section(pinned, runs) == (
-        f"{said} These runs are of Unsloth 2026.10.7: [results](../results.json)."
-    )
-    assert releases_section(pinned, {"a": new}) == f"{said} Every run holds them."
 
 
 def test_a_run_that_went_on_on_another_card_says_so():
