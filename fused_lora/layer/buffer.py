@@ -263,8 +263,9 @@ class WeightGroup:
     """One buffer and how it is laid out: what its products need and do not train.
 
     out_features: of each projection; out is their sum. blocks: columns of the border for each,
-    which begin at `starts`. x_columns: of [x | z]. grad_columns: of [dy | p]. own_bias: replaces
-    the buffer's, where one is trained. base_bias: the bias without what is beside it for z.
+    which begin at `starts`. x_columns: of [x | z]. grad_columns: of [dy | p]. place: equal for the
+    same border, laid out alike. own_bias: replaces the buffer's, where one is trained. base_bias:
+    the bias without what is beside it for z.
     """
 
     def __init__(
@@ -275,6 +276,7 @@ class WeightGroup:
         self.in_features, self.out_features, self.out = in_features, out_features, sum(out_features)
         self.blocks, self.starts = blocks, tuple(accumulate(blocks[:-1], initial=0))
         self.scalings, self.own_bias = scalings, own_bias
+        self.place = self.A.data_ptr(), self.A.dtype, blocks, scalings
         width = self.A.shape[0]
         self.x_columns, self.grad_columns = in_features + width, self.out + width
         self.bias = buffer.bias if own_bias is None else own_bias
