@@ -291,9 +291,13 @@ class WeightGroup:
         """Return the columns of each projection in its outputs, or in their gradient."""
         return rows[:, : self.out].split_with_sizes(self.out_features, 1)
 
-    def by_block(self, border: Tensor) -> tuple[Tensor, ...]:
-        """Return the columns of each projection in z, or in p."""
-        return border.split_with_sizes((*self.blocks, border.shape[1] - sum(self.blocks)), 1)[:-1]
+    def by_adapter(self, border: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """Return the columns of each adapter in z, or in p: the first of its block."""
+        rest = border.shape[1] - sum(self.blocks)
+        parts = border.split_with_sizes((*self.blocks, rest), 1)[:-1]
+        if self.blocks == (*ranks,):
+            return list(parts)
+        return [part[:, :rank] for part, rank in zip(parts, ranks, strict=True)]
 
     def sum_biases(self, rows: Tensor, grad_biases: Sequence[Tensor | None]) -> None:
         """Write the gradients of trained biases: each sums its projection's gradient, in the first
