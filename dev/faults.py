@@ -219,6 +219,8 @@ FAULTS = (
           "count).reshape(count, len(B), -1)", "fuse_experts"),
     Fault("fused_lora/reading/projection.py", "not dropout.training or dropout.p == 0.0",
           "dropout.p == 0.0", "fuse_dropout"),
+    Fault("fused_lora/layer/buffer.py", "[part[:, :rank] for", "[part[:, -rank:] for",
+          "fuse_kinds"),
     Fault("fused_lora/layer/filling.py", "versions[first:last]", "versions[: last - first]",
           "bordered"),
     Fault("fused_lora/layer/filling.py", "places[first:last]", "places[: last - first]",
