@@ -138,7 +138,7 @@ class ManyCopies:
         if is_capturing(table.table) and not any(one is table for one in self._captured):
             self.is_captured = True
             self._captured.append(table)
-        programs = len(table.entries)
+        programs = table.entries.shape[0]
         if programs:  # an empty grid cannot be launched
             launch(_copy_kernel, (programs,), *table[:-1], BLOCK_COPIED, table.run)
 

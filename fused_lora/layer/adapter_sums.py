@@ -38,13 +38,12 @@ class AdapterSums:
         if p is None:
             return gradients
         products = []
-        parts = zip(adapters, needed, group.by_block(p), strict=True)
-        for i, (adapter, need, factor) in enumerate(parts):
+        factors = group.by_adapter(p, [adapter.A.shape[0] for adapter in adapters])
+        for i, (adapter, need, factor) in enumerate(zip(adapters, needed, factors, strict=True)):
             if need.A:
-                rank = adapter.A.shape[0]
-                gradients[i] = gradient = x.new_empty(rank, x.shape[1], dtype=adapter.A.dtype)
+                gradients[i] = gradient = x.new_empty(adapter.A.shape, dtype=adapter.A.dtype)
                 mask = None if dropout is None else dropout.masks[i]
-                products.append(Product(_columns(factor, rank), gradient.t(), mask=mask))
+                products.append(Product(factor, gradient.t(), mask=mask))
         if products:
             self._sums.append((x, products))
         return gradients
@@ -56,26 +55,20 @@ class AdapterSums:
         """Return new tensors for the gradients of each B, ``s * (grad.t() @ z)``, None where not
         needed. grad: of the projections' outputs, in its first columns."""
         gradients: list[Tensor | None] = [None] * len(adapters)
+        factors = group.by_adapter(z, [adapter.A.shape[0] for adapter in adapters])
         parts = zip(
-            adapters, needed, group.by_projection(grad), group.by_block(z), group.scalings,
-            strict=True,
-        )  # fmt: skip
+            adapters, needed, group.by_projection(grad), factors, group.scalings, strict=True
+        )
         for i, (adapter, need, part, factor, scaling) in enumerate(parts):
             if need.B:
-                rank = adapter.A.shape[0]
-                gradients[i] = gradient = grad.new_empty(part.shape[1], rank, dtype=adapter.B.dtype)
-                self._sums.append((part, [Product(_columns(factor, rank), gradient, scaling)]))
+                gradients[i] = gradient = grad.new_empty(adapter.B.shape, dtype=adapter.B.dtype)
+                self._sums.append((part, [Product(factor, gradient, scaling)]))
         return gradients
 
     def compute(self) -> None:
         """Write all gradients that were added, and let go of their factors."""
         sums_over_tokens(self._sums)
         self._sums = []
-
-
-def _columns(factor: Tensor, rank: int) -> Tensor:
-    """Return the columns of its block that an adapter has."""
-    return factor if factor.shape[1] == rank else factor[:, :rank]
 
 
 class SwiGLUGradients(NamedTuple):

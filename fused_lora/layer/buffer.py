@@ -274,8 +274,8 @@ class WeightGroup:
     """One buffer and how it is laid out: what its products need and do not train.
 
     out: the sum of out_features. starts: where blocks begin. x_columns: of [x | z]. grad_columns:
-    of [dy | p]. own_bias: replaces the buffer's, where one is trained. base_bias: the bias without
-    what is beside it for z.
+    of [dy | p]. place: equal for the same border, laid out alike. own_bias: replaces the buffer's,
+    where one is trained. base_bias: the bias without what is beside it for z.
     """
 
     def __init__(self, buffer: Buffer, layout: GroupLayout, own_bias: Tensor | None = None):
@@ -284,6 +284,7 @@ class WeightGroup:
         self.out = sum(self.out_features)
         self.starts = tuple(accumulate(self.blocks[:-1], initial=0))
         self.own_bias = own_bias
+        self.place = self.A.data_ptr(), self.A.dtype, self.blocks, self.scalings
         width = self.A.shape[0]
         self.x_columns, self.grad_columns = self.in_features + width, self.out + width
         self.bias = buffer.bias if own_bias is None else own_bias
@@ -296,9 +297,13 @@ class WeightGroup:
         """Return the columns of each projection in its outputs, or in their gradient."""
         return rows[:, : self.out].split_with_sizes(self.out_features, 1)
 
-    def by_block(self, border: Tensor) -> tuple[Tensor, ...]:
-        """Return the columns of each projection in z, or in p."""
-        return border.split_with_sizes((*self.blocks, border.shape[1] - sum(self.blocks)), 1)[:-1]
+    def by_adapter(self, border: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """Return the columns of each adapter in z, or in p: the first of its block."""
+        rest = border.shape[1] - sum(self.blocks)
+        parts = border.split_with_sizes((*self.blocks, rest), 1)[:-1]
+        if self.blocks == (*ranks,):
+            return list(parts)
+        return [part[:, :rank] for part, rank in zip(parts, ranks, strict=True)]
 
     def sum_biases(self, rows: Tensor, grad_biases: Sequence[Tensor | None]) -> None:
         """Write the gradients of trained biases: each sums its projection's gradient, in the first

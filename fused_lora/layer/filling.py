@@ -1,9 +1,9 @@
 """Copies a decoder layer's adapters into the borders of its buffers (`buffer.py`)."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fused_mlp.launching import is_capturing
@@ -26,6 +26,13 @@ def adapters_of(values: Sequence[Any]) -> tuple[Adapter, ...]:
     return tuple(map(Adapter, values[::2], values[1::2]))
 
 
+class Key(NamedTuple):
+    """The adapters in a group's border."""
+
+    places: tuple  # equal for the same tensors in the same memory
+    versions: tuple[int, ...]  # equal as long as nothing that PyTorch counts has changed them
+
+
 class Filling:
     """Copies one layer's adapters into its borders, and knows which are there.
 
@@ -45,19 +52,19 @@ class Filling:
         what a larger rank may have left.
         """
         self._bring(groups)
-        self._fill(groups, adapters, _key_of(groups, adapters))
+        self._fill(groups, adapters, _keys_of(groups, adapters))
 
     def refill(self, groups: Sequence[WeightGroup], adapters: Sequence[Adapter]) -> None:
         """Call `fill`, unless the borders still hold these adapters.
 
         It is for backward, because a forward with other adapters may have run before it.
         """
-        key = _key_of(groups, adapters)
+        keys = _keys_of(groups, adapters)
         # the replay of a graph copies adapters without running this code
         may_differ = self._copies.is_captured and not is_capturing(groups[0].A)
         self._bring(groups)
-        if may_differ or any(group.buffer.key != key for group in groups):
-            self._fill(groups, adapters, key)
+        if may_differ or keys != [group.buffer.key for group in groups]:
+            self._fill(groups, adapters, keys)
             for one in groups:  # backward's may be temporary copies, whose addresses others get
                 one.buffer.key = None
 
@@ -66,28 +73,30 @@ class Filling:
         if sharded:
             self.gathering.bring(self.index, sharded)
 
-    @torch.no_grad()
-    def _fill(self, groups: Sequence[WeightGroup], adapters: Sequence[Adapter], key: tuple) -> None:
-        for one in groups:
-            one.buffer.key = None  # if what follows fails
-        places, _ = key
-        self._copies.copy(places, lambda: _matrices(groups, adapters))
+    def _fill(
+        self, groups: Sequence[WeightGroup], adapters: Sequence[Adapter], keys: Sequence[Key]
+    ) -> None:
         buffers = [group.buffer for group in groups]
+        for buffer in buffers:
+            buffer.key = None  # if what follows fails
+        places = tuple([key.places for key in keys])
+        self._copies.copy(places, lambda: _matrices(groups, adapters))
         for kind in {type(buffer): None for buffer in buffers}:
             kind.encode([buffer for buffer in buffers if type(buffer) is kind])
-        for buffer in buffers:
+        for buffer, key in zip(buffers, keys, strict=True):
             buffer.key = key
 
 
-def _key_of(groups: Sequence[WeightGroup], adapters: Sequence[Adapter]) -> tuple[Hashable, tuple]:
-    """Return (places, versions). Places are equal for the same tensors in the same memory, versions
-    as long as nothing that PyTorch counts has changed them."""
-    tensors = [tensor for adapter in adapters for tensor in adapter]
-    places = (
-        tuple((g.A.data_ptr(), g.A.dtype, g.blocks, g.scalings) for g in groups),
-        tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
-    )
-    return places, tuple(0 if t.is_inference() else t._version for t in tensors)
+def _keys_of(groups: Sequence[WeightGroup], adapters: Sequence[Adapter]) -> list[Key]:
+    tensors = [*chain.from_iterable(adapters)]
+    places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+    versions = [0 if t.is_inference() else t._version for t in tensors]
+    keys, first = [], 0
+    for group in groups:
+        last = first + 2 * len(group.blocks)
+        keys.append(Key((group.place, *places[first:last]), tuple(versions[first:last])))
+        first = last
+    return keys
 
 
 def _matrices(groups: Sequence[WeightGroup], adapters: Sequence[Adapter]) -> Matrices:

@@ -11,7 +11,7 @@ from peft import LoraConfig
 
 from fused_lora import Fusion, fuse
 from fused_lora.kernels.fp8_rows import E4M3
-from fused_lora.layer.buffer import Buffer, ProductInput
+from fused_lora.layer.buffer import Buffer, ProductInput, WeightGroup
 from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.layer.fp8.buffer import Codes, Fp8Buffer
 from fused_lora.weights.fp8_weight import Fp8Weight
@@ -183,9 +183,12 @@ def assert_layer_is(model, oracle, device):
     layer = layer_case.layer_of(model)
     *adapters, frozen = layer_case.operands_of(layer)
     adapters = [t.detach().requires_grad_() for t in adapters]
+    groups = {name: getattr(frozen, name) for name in ("qkv", "o", "gate_up", "down")}
     exact = {
-        name: getattr(frozen, name)._replace(buffer=oracle(getattr(frozen, name)))
-        for name in ("qkv", "o", "gate_up", "down")
+        name: WeightGroup(
+            oracle(group), group.in_features, group.out_features, group.blocks, group.scalings
+        )
+        for name, group in groups.items()
     }
 
     @functools.cache

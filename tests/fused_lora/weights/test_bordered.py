@@ -173,6 +173,16 @@ def test_a_forward_fills_the_borders_and_backward_only_what_another_forward_chan
     borders.fill(groups, adapters)
     borders.refill(groups, adapters)
     assert filled == [1, 1, 1, 1]
+    borders._copies.is_captured = False
+    *others, last = adapters
+    for changed in (last, Adapter(last.A, last.B.detach().clone())):
+        borders.fill(groups, adapters)
+        filled.clear()
+        with torch.no_grad():
+            changed.B.add_(1.0)
+        borders.refill(groups, [*others, changed])
+        assert_hold(groups, [*others, changed])
+        assert filled == [1]
 
 
 def test_a_copy_that_fails_leaves_a_border_that_nobody_trusts(device):
