@@ -4,9 +4,9 @@ the projections q, k and v."""
 import torch
 from torch import Tensor
 
+from ..kernels.head_norms import head_norms_backward
 from ..kernels.output_gate import gate_backward, split_gated_heads
 from ..kernels.qkv_attention import attention_backward
-from ..kernels.qkv_norm_rope import head_norms_backward
 from ..kernels.qkv_rope import scale_q, split_heads
 from .saved import Saved
 

@@ -6,8 +6,7 @@ from torch import Tensor
 from ..kernels.causal_attention import Attention
 from ..kernels.output_gate import gate_forward, split_gated_heads
 from ..kernels.qkv_attention import attention_forward
-from ..kernels.qkv_norm_rope import norm_rope_together
-from ..kernels.qkv_rope import rope_forward, scale_q, split_heads
+from ..kernels.qkv_rope import norm_rope_together, rope_forward, scale_q, split_heads
 from ..kernels.residual import add_normed
 from ..kernels.rows import empty_rows
 from ..rerun import keeps_elsewhere, once

@@ -15,6 +15,7 @@ from fused_mlp.dropout import Masks, draw_masks
 from fused_mlp.launching import check_runnable
 from fused_mlp.utils import check_activation, compute_dtype
 
+from ..functions.rope import check_angles, check_head_norms
 from ..kernels.head_norms import HeadNorms
 from ..kernels.row_norm import MAX_HIDDEN, _rms_norm_forward_kernel
 from .buffer import Dropout, WeightGroup
@@ -281,6 +282,12 @@ def check_operands(
             f"{NAME}: cos or sin requires a gradient, which it would not get: detach them, or use "
             "the unfused layer"
         )
+    if frozen.heads:
+        heads, kv_heads = frozen.heads, frozen.kv_heads
+        head_dim = frozen.o.in_features // heads
+        check_angles(NAME, cos, sin, (*hidden.shape[:2], head_dim), hidden.device)
+        if frozen.head_norms is not None:
+            check_head_norms(NAME, frozen.head_norms, heads, kv_heads, head_dim, hidden.device)
     check_adapters(NAME, "qkv", adapters.qkv, frozen.qkv)
     check_adapters(NAME, "o", (adapters.o,), frozen.o)
     check_adapters(NAME, "gate_up", (adapters.gate, adapters.up), frozen.gate_up)

@@ -23,7 +23,6 @@ from fused_lora.kernels import (
     head_norms,
     many_copies,
     output_gate,
-    qkv_norm_rope,
     qkv_rope,
     routed_rows,
 )
@@ -187,8 +186,8 @@ def launch_layer():
         (token_norms, (None, None)),
         (by_head._replace(v_eps=1e-6), (cos, cos)),
     ):
-        qkv_norm_rope.norm_rope_together(*grads, norms, *angles, qkv)
-        qkv_norm_rope.head_norms_backward(*grads, norms, qkv)
+        qkv_rope.norm_rope_together(*grads, norms, *angles, qkv)
+        head_norms.head_norms_backward(*grads, norms, qkv)
     raw = empty(TOKENS, 2 * (HEADS + KV_HEADS) * HEAD_DIM)
     output_gate.gate_forward(grad, raw, HEAD_DIM)
     output_gate.gate_backward(grad, grad, raw, HEAD_DIM, torch.empty_like(raw))

@@ -33,8 +33,8 @@ from fused_lora.kernels import (
     fp8_norm,
     fp8_rows,
     fp8_swiglu,
+    head_norms,
     output_gate,
-    qkv_norm_rope,
     qkv_rope,
     routed_rows,
     sums_over_tokens,
@@ -196,7 +196,7 @@ LAUNCHERS = {
     ),
     **{
         f"norms and rope on [q | k | v]{which}": Launcher(
-            ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
+            ((qkv_rope, "_qkv_rope_kernel"), (head_norms, "_qkv_norm_backward_kernel")),
             rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"],
             partial(rope.make_normed, together="together" in which),
             on_case(lambda *case, options=options, **layout: rope.fused_normed(
