@@ -105,7 +105,7 @@ SWITCHES = {
         (LAYER,), NO_LAYER, "layers", LAYERS_RAN,
         kinds={
             "adapter": ("_extend_rows", "_sum", "_border", "_fp8_borders", "_coded"),
-            "norm": ("_add_normed", "_norm_codes", "_norm_backward", "_qkv_norm_backward"),
+            "norm": ("_qkv_norm_backward",),
             "activation": ("_guess", "_repair"),
             "copy": ("_fp8_rows",),
         },

@@ -55,7 +55,7 @@ So the adapters' only pass over [T, intermediate] tensors is the one over dgu, f
 grow in K and have no more columns than without adapters. On an H200 at 16,384 tokens, pm and dm
 take 2.27 ms. As [dm | pm], which is 64 columns wider, with pm A added to it afterwards, they take
 2.35. Base, adapter and residual are added in fp32 and rounded once. Otherwise small adapters come
-out several times too large or too small (`kernels/residual.py`).
+out several times too large or too small (`kernels/extend_rows.py`).
 
 Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008, q and k and v 2,560; r = 32, bf16) it
 saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, log-sum-exp and both

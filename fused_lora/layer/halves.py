@@ -7,7 +7,7 @@ from ..kernels.causal_attention import Attention
 from ..kernels.output_gate import gate_forward, split_gated_heads
 from ..kernels.qkv_attention import attention_forward
 from ..kernels.qkv_rope import norm_rope_together, rope_forward, scale_q, split_heads
-from ..kernels.residual import add_normed
+from ..kernels.row_norm import add_normed
 from ..kernels.rows import empty_rows
 from ..rerun import keeps_elsewhere, once
 from .buffer import Dropout

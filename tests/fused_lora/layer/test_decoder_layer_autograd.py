@@ -149,13 +149,13 @@ def test_create_graph_is_an_error(device):
 def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
     """Run a layer as checkpointing recomputes it. It saves as many tensors of the same shapes, and
     the norm copies the residual only for an output."""
-    copies, function = [], residual.residual_norm_forward
+    copies, function = [], residual.rms_norm_forward
 
     def spy(x, weight, eps, y, copy, zero_centered):
         copies.append(copy is not None)
         return function(x, weight, eps, y, copy, zero_centered)
 
-    monkeypatch.setattr(residual, "residual_norm_forward", spy)
+    monkeypatch.setattr(residual, "rms_norm_forward", spy)
     _, inputs, grad = operands(device, FEW)
     frozen = inputs.pop()
     results, shapes = [], []
