@@ -310,6 +310,10 @@ def _check(
             f"{frozen.head_dim}, as many for k as for v"
         )
     check_layers(name, ("o_",), x, trained.o, [frozen.o], in_features=q)
+    if frozen.sinks is not None and frozen.sinks.shape != (q // frozen.head_dim,):
+        raise ValueError(
+            f"{name}: sinks is {list(frozen.sinks.shape)}, should be [{q // frozen.head_dim}]"
+        )
     check_angles(name, cos, sin, (*x.shape[:2], frozen.head_dim), x.device)
     if frozen.head_norms is not None:
         heads = q // frozen.head_dim, k // frozen.head_dim

@@ -287,6 +287,7 @@ ERRORS = [
     (ATTENTION, {"sin": trained}, "cos or sin requires a gradient"),
     (ATTENTION, {"frozen.sinks": lambda _: torch.zeros(4, requires_grad=True)},
      "sinks require a gradient, which they would not get"),
+    (ATTENTION, {"frozen.sinks": lambda _: torch.zeros(3)}, r"sinks is \[3\], should be \[4\]"),
     (ATTENTION, {"q_A": None}, "7 adapter tensors given, should be 8: A and B of q, k, v and o"),
     (ATTENTION, {"o_A": narrow}, r"o_A is \[8, 127\] and o_B \[44, 8\], should be \[r, 128\]"),
     (ATTENTION, {"frozen.o.weight": narrow}, r"o_weight is \[44, 127\], should be \[44, 128\]"),
