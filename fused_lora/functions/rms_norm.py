@@ -98,9 +98,7 @@ class RMSNorm(torch.autograd.Function):
     def forward(ctx, x, weight, eps, zero_centered):
         _check("rms_norm", x, None, weight)
         y = x.new_empty(x.shape)
-        rstd = rms_norm_forward(
-            as_rows(x), weight.contiguous(), eps, as_rows(y), zero_centered=zero_centered
-        )
+        rstd = rms_norm_forward(as_rows(x), weight.contiguous(), eps, y, None, zero_centered)
         ctx.zero_centered = zero_centered
         ctx.save_for_backward(x, weight, rstd)
         return y
@@ -123,9 +121,8 @@ class AddRMSNorm(torch.autograd.Function):
         _check("add_rms_norm", x, delta, weight)
         y, total = x.new_empty(x.shape), x.new_empty(x.shape)
         rstd = rms_norm_forward(
-            as_rows(x), weight.contiguous(), eps, as_rows(y), as_rows(total), zero_centered,
-            as_rows(delta),
-        )  # fmt: skip
+            as_rows(x), weight.contiguous(), eps, y, total, zero_centered, as_rows(delta)
+        )
         ctx.zero_centered = zero_centered
         ctx.save_for_backward(total, weight, rstd)
         return y, total
@@ -150,7 +147,7 @@ def _gradients(
     grad_weight = torch.empty_like(weight) if need_weight else None
     rms_norm_backward(
         as_rows(grad_y), None if grad_total is None else as_rows(grad_total), as_rows(total),
-        weight.contiguous(), rstd, as_rows(grad_x), zero_centered, grad_weight,
+        weight.contiguous(), rstd, grad_x, zero_centered, grad_weight,
     )  # fmt: skip
     return grad_x, grad_weight
 

@@ -8,9 +8,10 @@
     norm_backward_codes    grad_x, and times W's scales as codes: the gradient that o takes
 
 where w is the weight, or 1 + weight if that is zero-centred (`functions/rms_norm.py` derives the
-gradients). Every operand may have rows any stride apart: a bordered matmul reads its input as
-[x | x A'], so the norm writes y into the first columns of that buffer, and no copy is made. A
-matmul that is added to the residual adds to a copy of it, which the norm before it writes as well.
+gradients). Operands are [rows, hidden], their rows any stride apart. Those that are written may
+have more dimensions if they are contiguous. A bordered matmul reads its input as [x | x A'], so the
+norm writes y into the first columns of that buffer, and no copy is made. A matmul that is added to
+the residual adds to a copy of it, which the norm before it writes as well.
 
 A program holds a row in registers to average its squares, so it can also find the row's largest
 element for its codes. Traffic in tensors of x's size in bf16: 2, or 3 with a copy of x and with an
@@ -236,7 +237,7 @@ def _forward(
         launch(
             _rms_norm_forward_kernel, (rows,),
             x, addend, weight, total, y, scales, rstd,
-            x.stride(0), _row_stride(addend), _row_stride(total), y.stride(0), hidden, eps,
+            x.stride(0), _row_stride(addend), _row_stride(total), _row_stride(y), hidden, eps,
             zero_centered, block, is_interpreted(_rms_norm_forward_kernel), num_warps=warps,
         )  # fmt: skip
     return rstd
@@ -267,7 +268,7 @@ def rms_norm_backward(
         launch(
             _rms_norm_backward_kernel, (programs,),
             grad_y, grad_residual, x, weight, rstd, grad_x, partial, None, None, None,
-            grad_y.stride(0), _row_stride(grad_residual), x.stride(0), grad_x.stride(0), 0,
+            grad_y.stride(0), _row_stride(grad_residual), x.stride(0), _row_stride(grad_x), 0,
             rows, hidden, rows_per_program, zero_centered, block, False, num_warps=warps,
         )  # fmt: skip
     if grad_weight is not None and partial is not None:
@@ -303,4 +304,5 @@ def norm_backward_codes(
 
 
 def _row_stride(x: Tensor | None) -> int:
-    return 0 if x is None else x.stride(0)
+    """Return the stride between rows [..., hidden]; 0 for a single row."""
+    return 0 if x is None or x.ndim == 1 else x.stride(-2)
