@@ -47,8 +47,6 @@ from torch import Tensor
 
 from fused_lora.functions import causal_conv as conv_module
 from fused_lora.functions import gated_norm
-from fused_lora.functions import rms_norm as norm_module
-from fused_lora.functions import rope as rope_module
 from fused_lora.functions.causal_conv import causal_conv
 from fused_lora.functions.gated_norm import gated_rms_norm
 from fused_lora.functions.lora_attention import LoRA_Attention
@@ -57,6 +55,7 @@ from fused_lora.functions.lora_group import LoRA_Group
 from fused_lora.functions.lora_linear import LoRA_QKV, LoRA_W
 from fused_lora.functions.rms_norm import add_rms_norm, rms_norm
 from fused_lora.functions.rope import rope
+from fused_lora.kernels import qkv_rope, row_norm
 from fused_lora.kernels.routed_rows import ClampedGate
 from fused_lora.loss import cross_entropy
 from fused_lora.loss.cross_entropy import linear_cross_entropy
@@ -385,8 +384,8 @@ WITH_VALUES = [operation for operation in OPERATIONS.values() if operation.has_v
 LOSSES = [one for name, one in OPERATIONS.items() if not one.has_values and "FP8" not in name]
 OF_PRODUCTS = [operation for operation in WITH_VALUES if operation.has_matmuls]
 KERNELS = {  # the module, and the kernels of forward and backward
-    "rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
-    "add_rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+    "rms_norm": (row_norm, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+    "add_rms_norm": (row_norm, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
     "gated_rms_norm": (
         gated_norm,
         "_gated_rms_norm_forward_kernel",
@@ -397,7 +396,7 @@ KERNELS = {  # the module, and the kernels of forward and backward
         "_causal_conv_forward_kernel",
         "_causal_conv_backward_kernel",
     ),
-    "rope": (rope_module, "_rope_kernel"),
+    "rope": (qkv_rope, "_qkv_rope_kernel"),
     "linear_cross_entropy": (cross_entropy, "_cross_entropy_kernel"),
     "log_probs": (cross_entropy, "_cross_entropy_kernel"),
 }

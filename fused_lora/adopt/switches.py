@@ -69,8 +69,7 @@ NO_LAYER = "it has no decoder layer that we know"
 SWIGLU = ("_swiglu_forward_kernel", "_swiglu_backward_kernel")
 NORMS = ("_rms_norm_forward_kernel", "_rms_norm_backward_kernel")
 UNPACKS = ("_dequantize_4bit_kernel",)
-# the second where heads have norms
-LAYERS = ("_qkv_rope_kernel|_qkv_norm_rope_kernel", "_swiglu_backward_products_kernel")
+LAYERS = ("_qkv_rope_kernel", "_swiglu_backward_products_kernel")
 LAYERS_RAN = Evidence({"DecoderLayer": 1}, (*LAYERS, *NORMS), UNPACKS)
 FP8_LAYERS_RAN = Evidence(
     {"DecoderLayer": 1}, (*LAYERS, NORMS[1], "_fp8_rows_kernel", "_fp8_borders_kernel")
@@ -106,7 +105,7 @@ SWITCHES = {
         (LAYER,), NO_LAYER, "layers", LAYERS_RAN,
         kinds={
             "adapter": ("_extend_rows", "_sum", "_border", "_fp8_borders", "_coded"),
-            "norm": ("_add_normed", "_norm_codes", "_norm_backward", "_qkv_norm_backward"),
+            "norm": ("_qkv_norm_backward",),
             "activation": ("_guess", "_repair"),
             "copy": ("_fp8_rows",),
         },

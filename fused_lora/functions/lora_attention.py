@@ -48,10 +48,9 @@ from fused_mlp.utils import (
 )
 
 from ..kernels.causal_attention import Attention
-from ..kernels.head_norms import HeadNorms
+from ..kernels.head_norms import HeadNorms, head_norms_backward
 from ..kernels.qkv_attention import AttentionSaved, attention_backward, attention_forward
-from ..kernels.qkv_norm_rope import head_norms_backward, norm_rope_together
-from ..kernels.qkv_rope import _qkv_rope_kernel, rope_together, scale_q
+from ..kernels.qkv_rope import _qkv_rope_kernel, norm_rope_together, rope_together, scale_q
 from ..rerun import join, split
 from .lora_linear import (
     QKV_PREFIXES,
@@ -62,6 +61,7 @@ from .lora_linear import (
     project,
     with_biases,
 )
+from .rope import check_angles, check_head_norms
 
 
 class FrozenAttention(NamedTuple):
@@ -310,3 +310,11 @@ def _check(
             f"{frozen.head_dim}, as many for k as for v"
         )
     check_layers(name, ("o_",), x, trained.o, [frozen.o], in_features=q)
+    if frozen.sinks is not None and frozen.sinks.shape != (q // frozen.head_dim,):
+        raise ValueError(
+            f"{name}: sinks is {list(frozen.sinks.shape)}, should be [{q // frozen.head_dim}]"
+        )
+    check_angles(name, cos, sin, (*x.shape[:2], frozen.head_dim), x.device)
+    if frozen.head_norms is not None:
+        heads = q // frozen.head_dim, k // frozen.head_dim
+        check_head_norms(name, frozen.head_norms, *heads, frozen.head_dim, x.device)

@@ -26,16 +26,16 @@ RMSNorm: Zhang & Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07
 import torch
 from torch import Tensor
 
-from fused_mlp.launching import cdiv, check_runnable, launch
+from fused_mlp.launching import check_runnable
 from fused_mlp.utils import refuse_second_derivative
 
 from ..kernels.row_norm import (
     MAX_HIDDEN,
-    MAX_PARTIAL_SUMS,
-    _rms_norm_backward_kernel,
     _rms_norm_forward_kernel,
+    rms_norm_backward,
+    rms_norm_forward,
 )
-from ..kernels.rows import block_of
+from ..kernels.rows import as_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
@@ -97,7 +97,8 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, zero_centered):
         _check("rms_norm", x, None, weight)
-        y, _, rstd = rms_norm_forward(x, None, weight, eps, zero_centered)
+        y = x.new_empty(x.shape)
+        rstd = rms_norm_forward(as_rows(x), weight.contiguous(), eps, y, None, zero_centered)
         ctx.zero_centered = zero_centered
         ctx.save_for_backward(x, weight, rstd)
         return y
@@ -106,9 +107,8 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx, grad_y):
         refuse_second_derivative("rms_norm", "the unfused norm")
         x, weight, rstd = ctx.saved_tensors
-        needed = ctx.needs_input_grad[1]
-        grad_x, grad_weight = rms_norm_backward(
-            grad_y, None, x, weight, rstd, needed, ctx.zero_centered
+        grad_x, grad_weight = _gradients(
+            grad_y, None, x, weight, rstd, ctx.needs_input_grad[1], ctx.zero_centered
         )
         return grad_x, grad_weight, None, None
 
@@ -119,7 +119,10 @@ class AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, delta, weight, eps, zero_centered):
         _check("add_rms_norm", x, delta, weight)
-        y, total, rstd = rms_norm_forward(x, delta, weight, eps, zero_centered)
+        y, total = x.new_empty(x.shape), x.new_empty(x.shape)
+        rstd = rms_norm_forward(
+            as_rows(x), weight.contiguous(), eps, y, total, zero_centered, as_rows(delta)
+        )
         ctx.zero_centered = zero_centered
         ctx.save_for_backward(total, weight, rstd)
         return y, total
@@ -128,69 +131,25 @@ class AddRMSNorm(torch.autograd.Function):
     def backward(ctx, grad_y, grad_total):
         refuse_second_derivative("add_rms_norm", "the unfused norm")
         total, weight, rstd = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2]
-        grad_x, grad_weight = rms_norm_backward(
-            grad_y, grad_total, total, weight, rstd, needed, ctx.zero_centered
+        grad_x, grad_weight = _gradients(
+            grad_y, grad_total, total, weight, rstd, ctx.needs_input_grad[2], ctx.zero_centered
         )
         # One tensor for both, like an addition: autograd never adds in place into a shared tensor.
         return grad_x, grad_x, grad_weight, None, None
 
 
-def rms_norm_forward(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centered: bool = False
-):
-    """Return (y, total, rstd) of `add_rms_norm`. Without delta: those of `rms_norm`, total None."""
-    (x_rows, x_stride), (delta_rows, delta_stride) = _rows(x), _rows(delta)
-    hidden = x.shape[-1]
-    y = x.new_empty(x.shape)
-    total = None if delta is None else x.new_empty(x.shape)
-    rstd = x.new_empty(x.numel() // hidden, dtype=torch.float32)
-    if x.numel():  # an empty grid cannot be launched
-        block, warps = block_of(hidden)
-        launch(
-            _rms_norm_forward_kernel, (rstd.numel(),),
-            x_rows, delta_rows, weight.contiguous(), total, y, rstd,
-            x_stride, delta_stride, hidden, hidden, hidden, eps, zero_centered, block,
-            num_warps=warps,
-        )  # fmt: skip
-    return y, total, rstd
-
-
-def rms_norm_backward(
-    grad_y: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    need_weight: bool,
-    zero_centered: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+def _gradients(
+    grad_y: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor,
+    need_weight: bool, zero_centered: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return (grad_x, grad_weight) for the norm's input `total`; grad_weight None if not needed."""
-    (grad_y_rows, grad_y_stride), (total_rows, total_stride) = _rows(grad_y), _rows(total)
-    grad_total_rows, grad_total_stride = _rows(grad_total)
-    rows, hidden = rstd.numel(), total.shape[-1]
-    rows_per_program = max(cdiv(rows, MAX_PARTIAL_SUMS), 1) if need_weight else 1
-    programs = cdiv(rows, rows_per_program)
     grad_x = total.new_empty(total.shape)
-    partial = rstd.new_empty(programs, hidden) if need_weight else None
-    if rows:
-        block, warps = block_of(hidden)
-        launch(
-            _rms_norm_backward_kernel, (programs,),
-            grad_y_rows, grad_total_rows, total_rows, weight.contiguous(), rstd, grad_x, partial,
-            grad_y_stride, grad_total_stride, total_stride, hidden,
-            rows, hidden, rows_per_program, zero_centered, block, num_warps=warps,
-        )  # fmt: skip
-    return grad_x, None if partial is None else partial.sum(0).to(weight.dtype)
-
-
-def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return x as [rows, hidden] with contiguous rows, a view if possible, and their stride."""
-    if x is None:
-        return None, 0
-    rows = x.reshape(-1, x.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    return rows, rows.stride(0)
+    grad_weight = torch.empty_like(weight) if need_weight else None
+    rms_norm_backward(
+        as_rows(grad_y), None if grad_total is None else as_rows(grad_total), as_rows(total),
+        weight.contiguous(), rstd, grad_x, zero_centered, grad_weight,
+    )  # fmt: skip
+    return grad_x, grad_weight
 
 
 def _check(name: str, x: Tensor, delta: Tensor | None, weight: Tensor) -> None:

@@ -265,20 +265,12 @@ def causal_attention_forward(
     qkv is [batch * positions, (heads + 2 kv_heads) head_dim], has q and k rotated, and passes
     `fits_kernels`. Rows may lie any stride apart. documents: from `documents_of`; the mask is then
     `mask_of_documents`. None: each row is one document.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
-    name, kernel = "causal_attention_forward", _attention_forward_kernel
+    kernel = _attention_forward_kernel
     positions, heads, kv_heads, scaling, _, window = attention
-    head_dim = head_dim_of(name, qkv, attention, documents)
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     batch = qkv.shape[0] // positions
     attended = qkv.new_empty(qkv.shape[0], heads * head_dim) if out is None else out
-    if sinks is not None and (tuple(sinks.shape), sinks.device) != ((heads,), qkv.device):
-        raise ValueError(
-            f"{name}: sinks is {list(sinks.shape)} on {sinks.device}, should be {[heads]} on "
-            f"{qkv.device}"
-        )
     logsumexp = qkv.new_empty(batch, heads, positions, dtype=torch.float32)
     queries, keys, warps, stages = FORWARD.choose(head_dim, documents)
     if batch:  # an empty grid cannot be launched
@@ -290,25 +282,3 @@ def causal_attention_forward(
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return attended, logsumexp
-
-
-def head_dim_of(name: str, qkv: Tensor, attention: Attention, documents: Tensor | None) -> int:
-    """Return the head_dim of [q | k | v]. Raise ValueError if these kernels cannot run on it."""
-    (rows, columns), (positions, heads, kv_heads, *_) = qkv.shape, attention
-    parts = heads + 2 * kv_heads
-    if rows % max(positions, 1) or columns % parts or not fits_kernels(qkv, attention, documents):
-        raise ValueError(
-            f"{name}: [q | k | v] is {list(qkv.shape)} in {qkv.dtype}, should be [batch * "
-            f"{positions}, {parts} * head_dim]; up to {MAX_POSITIONS} positions, head_dim "
-            f"{', '.join(str(2 * half) for half in HALVES)} ({2 * HALVES[-1]} with documents), as "
-            "many heads for each of k and v, and on a GPU bfloat16 or float16"
-        )
-    if documents is not None:
-        given = list(documents.shape), documents.dtype, documents.device, documents.is_contiguous()
-        wanted = [rows // positions, 1, 2, positions]
-        if given != (wanted, torch.int32, qkv.device, True):
-            raise ValueError(
-                f"{name}: documents is {given[0]} in {given[1]} on {given[2]}, should be {wanted} "
-                f"in torch.int32 on {qkv.device} and contiguous: documents_of makes them"
-            )
-    return columns // parts

@@ -48,9 +48,12 @@ from .causal_attention import (
     first_seen,
     is_seen,
 )
-from .causal_attention_keys_backward import _attention_keys_backward_kernel
+from .causal_attention_keys_backward import (
+    _attention_keys_backward_kernel,
+    load_halves,
+    store_rotated_back,
+)
 from .qkv_rope import angles_of
-from .rotation import load_halves, store_rotated_back
 from .tiling import dots_in_fp32
 
 BACKWARD_QUERIES = Launches(

@@ -8,7 +8,35 @@ import triton
 import triton.language as tl
 
 from .causal_attention import LOG2_E, dot, is_seen
-from .rotation import load_halves, store_rotated_back
+
+
+@triton.jit
+def load_halves(row, column, mask, HALF: tl.constexpr):
+    """Both halves [tokens, HALF] of one head, the first of whose features is at this column."""
+    tile = row + column + tl.arange(0, HALF)[None, :]
+    return tl.load(tile, mask=mask, other=0.0), tl.load(tile + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rotated_back(
+    row, column, grad_1, grad_2, cos_ptr, sin_ptr, angle, mask, HALF: tl.constexpr
+):
+    """Write a head's gradient, given in halves, rotated back by the angles of its tokens, or
+    without cos_ptr as it is."""
+    feature = tl.arange(0, HALF)[None, :]
+    tile = row + column + feature
+    dtype = tile.dtype.element_ty
+    if cos_ptr is None:
+        tl.store(tile, grad_1.to(dtype), mask=mask)
+        tl.store(tile + HALF, grad_2.to(dtype), mask=mask)
+    else:
+        cos_row, sin_row = cos_ptr + angle + feature, sin_ptr + angle + feature
+        cos_1 = tl.load(cos_row, mask=mask, other=0.0).to(tl.float32)
+        cos_2 = tl.load(cos_row + HALF, mask=mask, other=0.0).to(tl.float32)
+        sin_1 = tl.load(sin_row, mask=mask, other=0.0).to(tl.float32)
+        sin_2 = tl.load(sin_row + HALF, mask=mask, other=0.0).to(tl.float32)
+        tl.store(tile, (grad_1 * cos_1 + grad_2 * sin_2).to(dtype), mask=mask)
+        tl.store(tile + HALF, (grad_2 * cos_2 - grad_1 * sin_1).to(dtype), mask=mask)
 
 
 @triton.jit

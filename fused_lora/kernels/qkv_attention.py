@@ -73,23 +73,27 @@ def attention_forward(
     sinks: as `causal_attention_forward` has them.
 
     Raises:
-        ValueError: there are sinks, or a window without documents, and our kernels cannot run.
+        ValueError: documents do not fit qkv, or there are sinks, or a window without documents, and
+            our kernels cannot run.
     """
     positions, heads, kv_heads, scaling, _, window = attention
     is_bounded = is_documents(mask)
+    if is_bounded:
+        assert mask is not None
+        _check_documents(qkv, mask, positions)
     documents, mask = _documents_or_mask(qkv, mask, attention)
-    is_ours = sinks is not None or (window is not None and not is_bounded)
-    if is_ours and mask is not None:
+    is_needed = sinks is not None or (window is not None and not is_bounded)
+    fits = documents is not None
+    if mask is None and (is_needed or positions <= causal_attention.FORWARD_POSITIONS):
+        fits = fits or causal_attention.fits_kernels(qkv, attention)
+    if is_needed and not fits:
         raise ValueError(
-            "attention with sinks or a window takes no mask: give None, or documents_of's bounds "
-            "with heads that our kernels take"
+            f"attention with sinks or a window: [q | k | v] is {list(qkv.shape)} in {qkv.dtype} "
+            f"for {positions} positions{'' if mask is None else ', with a mask'}, should be up to "
+            f"{causal_attention.MAX_POSITIONS} positions or have documents_of's bounds as its only "
+            "mask, and have heads that our kernels take"
         )
-    is_short = mask is None and positions <= causal_attention.FORWARD_POSITIONS
-    if (
-        is_ours
-        or documents is not None
-        or (is_short and causal_attention.fits_kernels(qkv, attention))
-    ):
+    if fits:
         attended, logsumexp = causal_attention_forward(qkv, attention, documents, out, sinks)
         return attended, AttentionSaved(attention, logsumexp=logsumexp)
     q, k, v = split_heads(qkv, positions, heads, kv_heads)
@@ -156,6 +160,16 @@ def attention_backward(
     else:
         grad_q, grad_k, grad_v = _backend_backward(grad, q, k, v, attended, saved)
     rope_backward(grad_q, grad_k, grad_v, cos, sin, grad_qkv, interleaved)
+
+
+def _check_documents(qkv: Tensor, documents: Tensor, positions: int) -> None:
+    given = list(documents.shape), documents.device, documents.is_contiguous()
+    wanted = [qkv.shape[0] // max(positions, 1), 1, 2, positions]
+    if given != (wanted, qkv.device, True):
+        raise ValueError(
+            f"a mask in int32 bounds documents: it is {given[0]} on {given[1]}, should be {wanted} "
+            f"on {qkv.device} and contiguous: documents_of makes it"
+        )
 
 
 def _documents_or_mask(

@@ -1,37 +1,155 @@
-"""RoPE on [q | k | v], rows that one matmul writes and whose gradient one matmul reads.
+"""RoPE of q and k, with norms of their heads before it or without, in one kernel.
 
-    rope_forward     q and k rotated where they lie
-    rope_together    [q | k | v], q and k rotated, from three tensors
-    rope_backward    [grad_q | grad_k | grad_v], q and k rotated back, from three tensors
-    rotate_back      q's and k's gradients, rotated back where they lie
+    rope_forward          q and k rotated where they lie in [q | k | v]
+    rotate_back           q's and k's gradients, rotated back where they lie
+    rope_together         [q | k | v], q and k rotated, from three tensors
+    rope_backward         [grad_q | grad_k | grad_v], q and k rotated back, from three tensors
+    norm_rope_together    [RoPE(norm(q)) | RoPE(norm(k)) | v], from three tensors
+    rotate                q and k rotated, or rotated back, each into a tensor of its own
 
-(`rope.py` has the mathematics, and rotates the heads. Narrower angles rotate a part of each head.)
-The kernel that rotates three tensors also puts them side by side, from whatever layout matmuls or
-attention's backward left them in.
+[q | k | v] are rows that one matmul writes, and whose gradient one matmul reads. `head_norms.py`
+has the norms and their backward.
 
-Traffic: q and k are read and written once, and with three tensors v as well. Arithmetic is fp32 and
-rounds once, at the store. Deterministic. `rope_forward` writes over what it reads. It is for a
-buffer that the caller made and that nobody else has seen.
+A head's first 2 HALF features are pairs: (i, HALF + i), or with INTERLEAVED (2 i, 2 i + 1). The
+other features, at the end, stay. With cos = (c1, c2) and sin = (s1, s2) split into halves, a pair
+(x1, x2) becomes
+
+    y1 = x1 c1 - x2 s1
+    y2 = x2 c2 + x1 s2
+
+(c1 = c2 and s1 = s2 in every embedding we know of, but nothing here needs it). The gradients for an
+incoming g = (g1, g2) are
+
+    grad_x1 = g1 c1 + g2 s2
+    grad_x2 = g2 c2 - g1 s1
+
+the same formula with -s2 for s1 and -s1 for s2. So one kernel does both, and BACKWARD flips the
+angle's sign.
+
+Traffic: q and k are read and written once, and v too where it is copied. A program does all heads
+of a token, so it reads cos and sin once a token, not once a head. Eager PyTorch moves 10 tensors
+forward: 1 for -x2, 2 for the concatenation, 2 for each product, 3 for the sum. Arithmetic is fp32
+and rounds once, at the store. Eager rounds the norm twice, both products and the sum.
+Deterministic.
+
+The launchers trust their callers: `check_angles` and `check_head_norms` of functions/rope.py are
+for autograd functions. cos and sin are [batch or 1, positions, head_dim], or fewer for the features
+that are rotated. They are copied first if not contiguous.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import DTYPES, launch, next_power_of_2, previous_power_of_2
+from fused_mlp.launching import launch
 
-from .rotation import load_angles, rotate_heads
+from .head_norms import HeadNorms, load_weights, mean_of_heads, strided, warps_of_heads
+from .row_norm import rstd_of_mean
+
+
+@triton.jit
+def _load_angles(cos_ptr, sin_ptr, BACKWARD: tl.constexpr, HALF: tl.constexpr):
+    """cos_1, cos_2, sin_1 and sin_2 [HALF, or the next power of 2] of one position, in fp32."""
+    features = tl.arange(0, triton.next_power_of_2(HALF))
+    mask = features < HALF
+    cos_1 = tl.load(cos_ptr + features, mask=mask).to(tl.float32)
+    cos_2 = tl.load(cos_ptr + features + HALF, mask=mask).to(tl.float32)
+    sin_1 = tl.load(sin_ptr + features, mask=mask).to(tl.float32)
+    sin_2 = tl.load(sin_ptr + features + HALF, mask=mask).to(tl.float32)
+    if BACKWARD:
+        sin_1, sin_2 = -sin_2, -sin_1
+    return cos_1, cos_2, sin_1, sin_2
+
+
+@triton.jit
+def _write_heads(
+    x_ptr,  # the first head of one token
+    out_ptr,  # likewise, contiguous, written; None: x is, in place, and is contiguous
+    weight_ptr,  # [HEAD_DIM] or [HEADS HEAD_DIM], contiguous; None: all are 1
+    eps,  # None: no head is normed
+    angles,  # of `_load_angles`; None: nothing is rotated
+    head_stride,
+    TOGETHER: tl.constexpr, ZERO_CENTERED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Norm, rotate and write the heads of one token. HALF is 0 where there are no pairs."""
+    BLOCK_HEADS: tl.constexpr = triton.next_power_of_2(HEADS)
+    IN_PLACE: tl.constexpr = out_ptr is None
+    REST: tl.constexpr = 0 if IN_PLACE and eps is None else HEAD_DIM - 2 * HALF
+    # int64: heads may lie further apart than positions, as in a contiguous [batch, heads, seq, ...]
+    heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]
+    if IN_PLACE:
+        x_ptr += heads * HEAD_DIM
+        out_ptr = x_ptr
+    else:
+        x_ptr += heads * head_stride
+        out_ptr += heads * HEAD_DIM
+    if eps is not None:
+        squares = tl.zeros([BLOCK_HEADS, 1], tl.float32)
+    # 0.0 behind the end, which adds nothing to the sum of squares
+    if HALF > 0:
+        pairs = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+        is_pair = (heads < HEADS) & (pairs < HALF)
+        if INTERLEAVED:
+            first = 2 * pairs
+            second = first + 1
+        else:
+            first = pairs
+            second = pairs + HALF
+        x_1 = tl.load(x_ptr + first, mask=is_pair, other=0.0).to(tl.float32)
+        x_2 = tl.load(x_ptr + second, mask=is_pair, other=0.0).to(tl.float32)
+        if eps is not None:
+            w_1 = load_weights(weight_ptr, heads, first, is_pair, HEAD_DIM, TOGETHER, ZERO_CENTERED)
+            w_2 = load_weights(
+                weight_ptr, heads, second, is_pair, HEAD_DIM, TOGETHER, ZERO_CENTERED
+            )
+            squares += tl.sum(x_1 * x_1 + x_2 * x_2, axis=1)[:, None]
+    if REST > 0:
+        rest = 2 * HALF + tl.arange(0, triton.next_power_of_2(REST))[None, :]
+        is_rest = (heads < HEADS) & (rest < HEAD_DIM)
+        x_rest = tl.load(x_ptr + rest, mask=is_rest, other=0.0)
+        if eps is not None:
+            x_rest = x_rest.to(tl.float32)
+            squares += tl.sum(x_rest * x_rest, axis=1)[:, None]
+    if eps is not None:
+        rstd = rstd_of_mean(mean_of_heads(squares, HEADS, HEAD_DIM, TOGETHER), eps)
+    dtype = out_ptr.dtype.element_ty
+    if HALF > 0:
+        if eps is not None:
+            x_1 = x_1 * rstd * w_1
+            x_2 = x_2 * rstd * w_2
+        if angles is not None:
+            cos_1, cos_2, sin_1, sin_2 = angles
+            rotated_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
+            x_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
+            x_1 = rotated_1
+        tl.store(out_ptr + first, x_1.to(dtype), mask=is_pair)
+        tl.store(out_ptr + second, x_2.to(dtype), mask=is_pair)
+    if REST > 0:
+        if eps is not None:
+            x_rest *= rstd
+            if weight_ptr is not None:
+                x_rest *= load_weights(
+                    weight_ptr, heads, rest, is_rest, HEAD_DIM, TOGETHER, ZERO_CENTERED
+                )
+        tl.store(out_ptr + rest, x_rest.to(dtype), mask=is_rest)
 
 
 @triton.jit(do_not_specialize=["positions"])
 def _qkv_rope_kernel(
     q_ptr,  # [batch, HEADS, positions, HEAD_DIM]
-    k_ptr,  # [batch, KV_HEADS, positions, HEAD_DIM], or None, with v: q's heads alone are rotated
-    v_ptr,  # as k
+    k_ptr,  # [batch, KV_HEADS, positions, HEAD_DIM]; None: nothing to do
+    v_ptr,  # likewise
+    q_weight_ptr,  # [HEAD_DIM], contiguous; [HEADS HEAD_DIM] where TOGETHER
+    k_weight_ptr,  # likewise
     cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing is rotated
     sin_ptr,  # as cos
-    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM], written: what is rotated, and v
+    out_ptr,  # [batch * positions, HEADS HEAD_DIM or more], written; None: q is, in place
+    k_out_ptr,  # [batch * positions, KV_HEADS HEAD_DIM], contiguous, written; None: beside q in out
     positions,
+    q_eps,  # None: q is not normed, and has no weight
+    k_eps,  # likewise
+    v_eps,
     q_batch_stride,
     q_head_stride,
     q_position_stride,
@@ -42,46 +160,47 @@ def _qkv_rope_kernel(
     v_head_stride,
     v_position_stride,
     cos_batch_stride,  # 0 where all sequences share their angles
-    qkv_row_stride,
+    out_row_stride,
     BACKWARD: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_KV_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     batch = token // positions
     position = token % positions
-    cos_1, cos_2, sin_1, sin_2 = load_angles(
-        cos_ptr, sin_ptr, cos_batch_stride, batch, position, BACKWARD, HALF, BLOCK_HALF
-    )
-    row = qkv_ptr + token * qkv_row_stride
-    rotate_heads(
+    angles = None
+    if cos_ptr is not None:
+        angle = batch * cos_batch_stride + position * (2 * HALF)
+        angles = _load_angles(cos_ptr + angle, sin_ptr + angle, BACKWARD, HALF)
+    row = None
+    if out_ptr is not None:
+        row = out_ptr + token * out_row_stride
+    _write_heads(
         q_ptr + batch * q_batch_stride + position * q_position_stride,
-        row,
-        q_head_stride, cos_1, cos_2, sin_1, sin_2, HEADS, HALF, HEAD_DIM, INTERLEAVED, BLOCK_HEADS,
-        BLOCK_HALF, BLOCK_REST,
+        row, q_weight_ptr, q_eps, angles, q_head_stride,
+        TOGETHER, ZERO_CENTERED, HEADS, HALF, HEAD_DIM, INTERLEAVED,
     )  # fmt: skip
     if k_ptr is not None:
-        rotate_heads(
+        if k_out_ptr is None:
+            k_row = row + HEADS * HEAD_DIM
+        else:
+            k_row = k_out_ptr + token * (KV_HEADS * HEAD_DIM)
+        _write_heads(
             k_ptr + batch * k_batch_stride + position * k_position_stride,
-            row + HEADS * HEAD_DIM,
-            k_head_stride, cos_1, cos_2, sin_1, sin_2, KV_HEADS, HALF, HEAD_DIM, INTERLEAVED,
-            BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST,
+            k_row, k_weight_ptr, k_eps, angles, k_head_stride,
+            TOGETHER, ZERO_CENTERED, KV_HEADS, HALF, HEAD_DIM, INTERLEAVED,
         )  # fmt: skip
-        head = tl.arange(0, BLOCK_KV_HEADS).to(tl.int64)[:, None]
-        feature = tl.arange(0, BLOCK_DIM)[None, :]
-        mask = (head < KV_HEADS) & (feature < HEAD_DIM)
-        v = v_ptr + batch * v_batch_stride + position * v_position_stride
-        v_row = row + (HEADS + KV_HEADS) * HEAD_DIM
-        value = tl.load(v + head * v_head_stride + feature, mask=mask)
-        tl.store(v_row + head * HEAD_DIM + feature, value, mask=mask)
+    if v_ptr is not None:
+        _write_heads(
+            v_ptr + batch * v_batch_stride + position * v_position_stride,
+            row + (HEADS + KV_HEADS) * HEAD_DIM, None, v_eps, None, v_head_stride,
+            False, False, KV_HEADS, 0, HEAD_DIM, False,
+        )  # fmt: skip
 
 
 def split_heads(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
@@ -98,22 +217,15 @@ def rope_forward(
 ) -> None:
     """Rotate q and k, where they lie in qkv, by the angles of their positions.
 
-    Equivalent PyTorch, for `rope` of rope.py::
+    Equivalent PyTorch, for `rope` of functions/rope.py::
 
         q, k, v = split_heads(qkv, positions, heads, kv_heads)
         for x, rotated in zip((q, k), rope(q, k, cos, sin, interleaved)):
             x.copy_(rotated)
 
-    Args:
-        qkv: [batch * positions, (heads + 2 kv_heads) head_dim], of the caller's own making.
-        cos, sin: [batch or 1, positions, head_dim, or fewer for the features that are rotated],
-            bf16, fp16 or fp32. They are copied first if not contiguous. Any number of sequences may
-            share one cos and sin.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
+    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], of the caller's own making.
     """
-    _rotate_in_place("rope_forward", qkv, cos, sin, heads, kv_heads, interleaved, backward=False)
+    _rotate_in_place(qkv, cos, sin, heads, kv_heads, interleaved, backward=False)
 
 
 def rotate_back(
@@ -123,23 +235,22 @@ def rotate_back(
 
     Equivalent PyTorch: ``rope_backward(*split_heads(grad_qkv, ...), cos, sin, grad_qkv)``. All
     else is as for `rope_forward`.
-
-    Raises:
-        ValueError: as `rope_forward`.
     """
-    _rotate_in_place("rotate_back", grad_qkv, cos, sin, heads, kv_heads, interleaved, backward=True)
+    _rotate_in_place(grad_qkv, cos, sin, heads, kv_heads, interleaved, backward=True)
 
 
 def _rotate_in_place(
-    name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool,
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool,
     backward: bool,
 ) -> None:  # fmt: skip
-    batch = batch_of(name, qkv, cos, sin, heads, kv_heads)
-    # q's and k's heads lie side by side, so a single tile can hold both
-    parts = heads + 2 * kv_heads
-    by_head = qkv.view(batch, cos.shape[1], parts, qkv.shape[1] // parts)
-    q = by_head.transpose(1, 2)[:, : heads + kv_heads]
-    _rotate((q, None, None), cos, sin, qkv, interleaved, backward, in_place=True)
+    (rows, columns), positions = qkv.shape, cos.shape[1]
+    batch, stride = rows // max(positions, 1), qkv.stride(0)
+    head_dim = columns // (heads + 2 * kv_heads)
+    # q's and k's heads lie side by side: a single tile holds both
+    q_and_k = qkv.as_strided(
+        (batch, heads + kv_heads, positions, head_dim), (positions * stride, head_dim, stride, 1)
+    )
+    _launch((q_and_k, None, None), (cos, sin), None, None, interleaved, backward)
 
 
 def rope_together(
@@ -148,7 +259,7 @@ def rope_together(
 ) -> None:  # fmt: skip
     """Write q and k, rotated by the angles of their positions, and v side by side into qkv.
 
-    Equivalent PyTorch, for `rope` of rope.py::
+    Equivalent PyTorch, for `rope` of functions/rope.py::
 
         parts = split_heads(qkv, positions, heads, kv_heads)
         for part, x in zip(parts, (*rope(q, k, cos, sin, interleaved), v)):
@@ -156,12 +267,9 @@ def rope_together(
 
     q is [batch, heads, positions, head_dim], k and v are [batch, kv_heads, positions, head_dim].
     They may lie in any order, but are copied first if a head's elements are not side by side.
-    Without cos and sin nothing is rotated. All else is as for `rope_forward`.
-
-    Raises:
-        ValueError: as `rope_forward`.
+    Without cos and sin nothing is rotated.
     """
-    _rotate_together("rope_together", (q, k, v), cos, sin, qkv, interleaved, backward=False)
+    _launch((q, k, v), (cos, sin), qkv, None, interleaved)
 
 
 def rope_backward(
@@ -172,78 +280,81 @@ def rope_backward(
 
     Equivalent PyTorch: ``torch.autograd.grad((q, k, v), qkv, (grad_q, grad_k, grad_v))[0]``, q and
     k being rotated. The gradients are as q, k and v for `rope_together`.
-
-    Raises:
-        ValueError: as `rope_forward`.
     """
-    gradients = grad_q, grad_k, grad_v
-    _rotate_together("rope_backward", gradients, cos, sin, grad_qkv, interleaved, backward=True)
+    _launch((grad_q, grad_k, grad_v), (cos, sin), grad_qkv, None, interleaved, backward=True)
 
 
-def _rotate_together(
-    name: str,
-    parts: tuple[Tensor, Tensor, Tensor],
-    cos: Tensor | None,
-    sin: Tensor | None,
-    qkv: Tensor,
-    interleaved: bool,
-    backward: bool,
-) -> None:
-    heads, positions = parts[0].shape[1:3]
-    batch_of(name, qkv, cos, sin, heads, parts[1].shape[1], positions)
-    _rotate(parts, cos, sin, qkv, interleaved, backward)
-
-
-def _rotate(
-    parts: tuple[Tensor, Tensor | None, Tensor | None], cos: Tensor | None, sin: Tensor | None,
-    qkv: Tensor, interleaved: bool, backward: bool, in_place: bool = False,
+def norm_rope_together(
+    q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, cos: Tensor | None, sin: Tensor | None,
+    qkv: Tensor, interleaved: bool = False,
 ) -> None:  # fmt: skip
-    """Write q, rotated, or with k and v all three, q and k rotated, side by side into qkv."""
-    q, k, _ = parts
-    batch, heads, positions, head_dim = q.shape
-    kv_heads, rotated = 0 if k is None else k.shape[1], rotated_features(cos, head_dim)
+    """Write q and k, normed and rotated by their positions' angles, and v, as it is or normed, side
+    by side into qkv.
+
+    Equivalent PyTorch, for `rms_norm` of functions/rms_norm.py::
+
+        q = rms_norm(q, norms.q_weight, norms.q_eps, norms.zero_centered)
+        k = rms_norm(k, norms.k_weight, norms.k_eps, norms.zero_centered)
+        v = v if norms.v_eps is None else F.rms_norm(v, (head_dim,), eps=norms.v_eps)
+        rope_together(q, k, v, cos, sin, qkv, interleaved)
+
+    q is normed over its last dimension, as here, where q_weight is [head_dim], and over all heads
+    of a token where it is [heads head_dim]; likewise k. Weights are bf16, fp16 or fp32; all else is
+    as for `rope_together`.
+    """
+    _launch((q, k, v), (cos, sin), qkv, norms, interleaved)
+
+
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return q and k, rotated, or with `backward` their gradients, rotated back: new tensors in
+    memory [batch, positions, heads, head_dim]. k may have no heads."""
+    q_out, k_out = _empty_by_token(q), _empty_by_token(k)
+    given = q, k if k.shape[1] else None, None
+    _launch(given, (cos, sin), q_out, None, interleaved, backward, k_out)
+    return q_out, k_out
+
+
+def _empty_by_token(x: Tensor) -> Tensor:
+    """Return an empty tensor of x's shape [batch, heads, positions, head_dim] that has a token's
+    heads side by side in memory."""
+    _, heads, positions, head_dim = x.shape
+    # not a transposed view: a view returned by an autograd function cannot be changed in place
+    strides = (positions * heads * head_dim, head_dim, heads * head_dim, 1)
+    return x.new_empty_strided(x.shape, strides)
+
+
+def _launch(
+    parts: tuple[Tensor, Tensor | None, Tensor | None],
+    angles: tuple[Tensor | None, Tensor | None],
+    out: Tensor | None,
+    norms: HeadNorms | None,
+    interleaved: bool,
+    backward: bool = False,
+    k_out: Tensor | None = None,
+) -> None:
+    batch, heads, positions, head_dim = parts[0].shape
     if batch * positions == 0:
         return  # an empty grid cannot be launched
-    given = [None if t is None else _features_together(t) for t in parts]
-    strides = [(0,) * 4 if t is None else t.stride() for t in given]
-    cos, sin, cos_batch_stride = angles_of(cos, sin)
-    block_heads, block_dim = next_power_of_2(heads), next_power_of_2(head_dim)
+    (q, q_strides), (k, k_strides), (v, v_strides) = map(strided, parts)
+    cos, sin, cos_batch_stride = angles_of(*angles)
+    q_weight = k_weight = q_eps = k_eps = v_eps = None
+    together = zero_centered = False
+    if norms is not None:
+        q_weight, k_weight, q_eps, k_eps, zero_centered, v_eps = norms
+        q_weight, k_weight = q_weight.contiguous(), k_weight.contiguous()
+        together = norms.are_together(head_dim)
     launch(
         _qkv_rope_kernel, (batch * positions,),
-        *given, cos, sin, qkv,
-        positions,
-        *strides[0][:3], *strides[1][:3], *strides[2][:3],
-        cos_batch_stride,
-        qkv.stride(0),
-        backward,
-        heads, kv_heads, rotated // 2, head_dim, interleaved,
-        block_heads, next_power_of_2(max(kv_heads, 1)), next_power_of_2(rotated // 2), block_dim,
-        0 if in_place else block_of_rest(rotated, head_dim),
-        # 8 bf16 values of each half, one 16-byte load, per thread, and of a tile that its heads do
-        # not fill up to twice as many
-        num_warps=min(previous_power_of_2(max(heads * block_dim // 512, 1)), 16),
+        q, k, v, q_weight, k_weight, cos, sin, out, k_out,
+        positions, q_eps, k_eps, v_eps,
+        *q_strides, *k_strides, *v_strides, cos_batch_stride,
+        0 if out is None else out.stride(-2),  # of [q | k | v], or of q by token
+        backward, together, zero_centered,
+        heads, 0 if k is None else k.shape[1], (head_dim if cos is None else cos.shape[2]) // 2,
+        head_dim, interleaved, num_warps=warps_of_heads(heads, head_dim),
     )  # fmt: skip
-
-
-def rotated_features(cos: Tensor | None, head_dim: int) -> int:
-    """Return how many features of a head are rotated."""
-    return head_dim if cos is None else cos.shape[2]
-
-
-def block_of_rest(rotated: int, head_dim: int) -> int:
-    """Return the tile for the features of a head that stay, 0 for none."""
-    return next_power_of_2(head_dim - rotated) if rotated < head_dim else 0
-
-
-def _features_together(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
-def scale_q(qkv: Tensor, q_scale: Tensor | None, q_columns: int) -> None:
-    """Multiply q, or its gradient, by its scale [batch or 1, positions], if there is one."""
-    if q_scale is not None:
-        by_token = qkv[:, :q_columns].unflatten(0, (-1, q_scale.shape[1]))
-        by_token.mul_(q_scale.unsqueeze(2))
 
 
 def angles_of(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
@@ -254,43 +365,8 @@ def angles_of(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Te
     return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0)
 
 
-def batch_of(
-    name: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, kv_heads: int,
-    positions: int = 0,
-) -> int:  # fmt: skip
-    """Count the sequences of qkv.
-
-    Raises ValueError if qkv does not fit cos and sin, or this number of positions without them.
-    """
-    rows, columns = qkv.shape
-    parts = heads + 2 * kv_heads
-    if cos is None and sin is None:
-        batch = rows // max(positions, 1)
-        if columns % parts or batch * positions != rows:
-            raise ValueError(
-                f"{name}: [q | k | v] is {list(qkv.shape)}, should be [batch * {positions}, "
-                f"{parts} * head_dim]"
-            )
-        return batch
-    if cos is None or sin is None:
-        raise ValueError(f"{name}: only one of cos and sin is given, should be both or neither")
-    if cos.ndim != 3 or cos.shape[2] % 2 or cos.shape != sin.shape:
-        raise ValueError(
-            f"{name}: cos is {list(cos.shape)} and sin {list(sin.shape)}, should both be [batch or "
-            "1, positions, head_dim], head_dim even"
-        )
-    sequences, positions, head_dim = cos.shape  # or less than head_dim, to rotate a part
-    batch = rows // max(positions, 1)
-    fits = columns % parts == 0 and head_dim <= columns // parts
-    if batch * positions != rows or sequences not in (1, batch) or not fits:
-        raise ValueError(
-            f"{name}: [q | k | v] is {list(qkv.shape)}, should be [batch * {positions}, "
-            f"{parts} * {head_dim}] as cos is {list(cos.shape)}"
-        )
-    for key, angle in (("cos", cos), ("sin", sin)):
-        if angle.dtype not in DTYPES or angle.device != qkv.device:
-            raise ValueError(
-                f"{name}: {key} is {angle.dtype} on {angle.device}, should be bfloat16, float16 or "
-                f"float32 on {qkv.device} as [q | k | v] is"
-            )
-    return batch
+def scale_q(qkv: Tensor, q_scale: Tensor | None, q_columns: int) -> None:
+    """Multiply q, or its gradient, by its scale [batch or 1, positions], if there is one."""
+    if q_scale is not None:
+        by_token = qkv[:, :q_columns].unflatten(0, (-1, q_scale.shape[1]))
+        by_token.mul_(q_scale.unsqueeze(2))

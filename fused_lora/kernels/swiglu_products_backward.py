@@ -21,6 +21,7 @@ they are stored, and adds in fp32, as a matmul of the stored tensors would.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -28,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.dropout import is_kept
-from fused_mlp.launching import cdiv, launch, launch_by_triton, next_power_of_2, on_device_of
+from fused_mlp.launching import cdiv, launch, next_power_of_2, on_device_of
 
 from .activation import activate
 from .autotune import fastest
@@ -166,17 +167,32 @@ def _store_partial(
 @triton.jit(do_not_specialize=["splits"])
 def _sum_products_kernel(
     partials_ptr,  # [3, splits, intermediate, BLOCK_RANK] fp32
-    gradients,  # [intermediate, rank] each, written, or None
-    column_strides,
-    rank_strides,
-    ranks,
-    scalings,
+    hidden_ptr,  # [intermediate, rank], written, or None; with its strides, rank and scaling
+    hidden_column_stride,
+    hidden_rank_stride,
+    hidden_rank,
+    hidden_scaling,
+    gate_ptr,  # likewise
+    gate_column_stride,
+    gate_rank_stride,
+    gate_rank,
+    gate_scaling,
+    up_ptr,  # likewise
+    up_column_stride,
+    up_rank_stride,
+    up_rank,
+    up_scaling,
     splits,
     intermediate,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
     """Write the sum over the splits, times scaling, of this program's product and columns."""
+    gradients = hidden_ptr, gate_ptr, up_ptr
+    column_strides = hidden_column_stride, gate_column_stride, up_column_stride
+    rank_strides = hidden_rank_stride, gate_rank_stride, up_rank_stride
+    ranks = hidden_rank, gate_rank, up_rank
+    scalings = hidden_scaling, gate_scaling, up_scaling
     column = (tl.program_id(0).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[:, None]
     k = tl.arange(0, BLOCK_RANK)[None, :]
     for i in tl.static_range(3):
@@ -250,9 +266,12 @@ def _launch(
     kernel = _swiglu_backward_products_kernel
     with_strides = grad_hidden, gate_up, grad_gate_up, coded and coded.codes, *factors
     row_strides = [0 if tensor is None else tensor.stride(0) for tensor in with_strides]
-    gradients = tuple(None if product is None else product.gradient for product in products)
-    strides = [(0, 0) if gradient is None else gradient.stride() for gradient in gradients]
-    scalings = tuple(0.0 if product is None else product.scale for product in products)
+    sums: list[Any] = []  # one by one: `launch` remembers no tuples
+    for product, rank in zip(products, ranks, strict=True):
+        if product is None:
+            sums += None, 0, 0, 0, 0.0
+        else:
+            sums += product.gradient, *product.gradient.stride(), rank, product.scale
     mask = None if products[0] is None else products[0].mask
 
     def run(tiling: Tiling) -> None:
@@ -270,10 +289,9 @@ def _launch(
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
             maxnreg=tiling.registers,
         )  # fmt: skip
-        launch_by_triton(
+        launch(
             _sum_products_kernel, (cdiv(intermediate, _SUM_COLUMNS), 3),
-            partials, gradients, *zip(*strides, strict=True), tuple(ranks), scalings,
-            splits, intermediate, _SUM_COLUMNS, block_rank, num_warps=4,
+            partials, *sums, splits, intermediate, _SUM_COLUMNS, block_rank, num_warps=4,
         )  # fmt: skip
 
     shape = intermediate, *ranks, grad_gate_up is None, coded is None, mask is None, activation

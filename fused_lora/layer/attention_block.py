@@ -28,12 +28,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..functions.rope import check_angles, check_head_norms
 from ..kernels.causal_attention import Attention
-from ..kernels.head_norms import HeadNorms
+from ..kernels.head_norms import HeadNorms, head_norms_backward
 from ..kernels.output_gate import gate_backward, gate_forward, split_gated_heads
 from ..kernels.qkv_attention import AttentionSaved, attention_backward, attention_forward
-from ..kernels.qkv_norm_rope import head_norms_backward, norm_rope_together
-from ..kernels.qkv_rope import rope_forward, scale_q, split_heads
+from ..kernels.qkv_rope import norm_rope_together, rope_forward, scale_q, split_heads
 from ..kernels.rows import empty_rows
 from ..rerun import has_kept, once_as_record
 from .block import (
@@ -113,11 +113,17 @@ class AttentionBlock(NamedTuple):
     def output_needed(self) -> bool:
         return True
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, hidden: Tensor) -> None:
         if any(angle is not None and angle.requires_grad for angle in (self.cos, self.sin)):
             raise ValueError(
                 f"{name}: cos or sin requires a gradient, which it would not get: detach them, or "
                 "use the unfused layer"
+            )
+        head_dim = self.block.output.in_features // self.heads
+        check_angles(name, self.cos, self.sin, (*hidden.shape[:2], head_dim), hidden.device)
+        if self.head_norms is not None:
+            check_head_norms(
+                name, self.head_norms, self.heads, self.kv_heads, head_dim, hidden.device
             )
 
     def forward(

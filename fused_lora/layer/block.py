@@ -40,7 +40,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.residual import add_normed
+from ..kernels.row_norm import add_normed
 from ..kernels.rows import empty_rows
 from ..rerun import keeps_elsewhere
 from .adapter_sums import AdapterSums

@@ -33,8 +33,8 @@ from fused_mlp.dropout import Mask, Masks
 from fused_mlp.utils import without_autocast
 
 from ..kernels.dropped_products import dropped_gradient, dropped_products
+from ..kernels.extend_rows import extend_rows
 from ..kernels.products import SwiGLUProducts
-from ..kernels.residual import extend_rows
 from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
 from ..kernels.swiglu_products_forward import swiglu_forward_product

@@ -6,7 +6,7 @@ lies between. A layer is an attention and an MLP. One function for both takes on
 all adapters into the borders, and one to sum their gradients over tokens.
 
 Base, adapter and residual are added in fp32 and rounded once. Otherwise small adapters come out
-several times too large or too small (`kernels/residual.py`).
+several times too large or too small (`kernels/extend_rows.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -100,7 +100,7 @@ class DecoderLayer(torch.autograd.Function):
             blocks = tuple(map(_with_others, blocks, every))
         for block, trained in zip(blocks, every, strict=True):
             check_block(NAME, hidden, trained, block.block)
-            block.check(NAME)
+            block.check(NAME, hidden)
         adapters = tuple(trained.adapters for trained in every)
         filling, groups = _filled(blocks)
         filling.fill(groups, list(chain.from_iterable(adapters)))

@@ -195,7 +195,7 @@ class MixerBlock(NamedTuple):
     def output_needed(self) -> bool:
         return True
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, hidden: Tensor) -> None:
         """Check nothing: BeforeMixer has."""
 
     def forward(

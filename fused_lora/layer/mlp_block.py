@@ -61,7 +61,7 @@ class MLPBlock(NamedTuple):
     # False while checkpointing runs a layer again only for what it saves: no total is computed
     output_needed: bool = True
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, hidden: Tensor) -> None:
         check_activation(name, self.activation)
 
     def forward(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.residual import residual_norm_backward, residual_norm_forward
+from ..kernels.row_norm import rms_norm_backward, rms_norm_forward
 from ..kernels.rows import empty_rows
 
 
@@ -27,7 +27,7 @@ class Normed(NamedTuple):
 def apply_norm(x: Tensor, norm: Norm | None, y: Tensor, copy: Tensor | None) -> Tensor | None:
     """Write the norm of x into y, and x itself into copy; without a norm y is x. Return rstd."""
     if norm is not None:
-        return residual_norm_forward(x, norm.weight, norm.eps, y, copy, norm.zero_centered)
+        return rms_norm_forward(x, norm.weight, norm.eps, y, copy, norm.zero_centered)
     y.copy_(x)
     if copy is not None:
         copy.copy_(x)
@@ -43,7 +43,7 @@ def norm_backward(
     if norm is None or rstd is None:
         torch.add(grad_y, grad_residual, out=grad_x)
     else:
-        residual_norm_backward(
+        rms_norm_backward(
             grad_y, grad_residual, x, norm.weight, rstd, grad_x, norm.zero_centered, grad_weight
         )
 
@@ -62,7 +62,7 @@ def addend_gradient(
     if normed is None or norm is None:
         torch.mul(grad_sum, multiplier, out=grad)
         return wide
-    residual_norm_backward(
+    rms_norm_backward(
         grad_sum, None, normed.x, norm.weight, normed.rstd, grad, norm.zero_centered, grad_weight
     )
     if multiplier != 1.0:

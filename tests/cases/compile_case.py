@@ -23,15 +23,14 @@ from fused_lora.kernels import (
     head_norms,
     many_copies,
     output_gate,
-    qkv_norm_rope,
     qkv_rope,
     routed_rows,
+    row_norm,
 )
-from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products
+from fused_lora.kernels.extend_rows import extend_rows
 from fused_lora.kernels.fp8_borders import Bordering, Halves, fp8_borders
 from fused_lora.kernels.fp8_logits import logit_codes, transposed
-from fused_lora.kernels.fp8_norm import norm_backward_codes, norm_codes
 from fused_lora.kernels.fp8_products import add_coded_border
 from fused_lora.kernels.fp8_rows import fp8_rows
 from fused_lora.kernels.fp8_swiglu import (
@@ -146,14 +145,14 @@ def launch_layer():
     """Launch the kernels that only a whole layer has."""
     x, wide, weight = empty(TOKENS, HIDDEN), empty(TOKENS, HIDDEN + RANK), empty(HIDDEN)
     y = wide[:, :HIDDEN]
-    rstd = residual_kernels.residual_norm_forward(x, weight, 1e-6, y, copy=x)
-    residual_kernels.residual_norm_backward(x, y, x, weight, rstd, y)
+    rstd = row_norm.rms_norm_forward(x, weight, 1e-6, y, total=x)
+    row_norm.rms_norm_backward(x, y, x, weight, rstd, y)
     in_fp32, weight_in_fp32 = x.float(), weight.float()  # a residual, beside matmuls in 16 bits
-    residual_kernels.residual_norm_forward(in_fp32, weight_in_fp32, 1e-6, y, copy=in_fp32)
-    residual_kernels.residual_norm_backward(x, in_fp32, in_fp32, weight_in_fp32, rstd, in_fp32)
-    residual_kernels.add_normed(x, y, weight, 1e-6, x)
+    row_norm.rms_norm_forward(in_fp32, weight_in_fp32, 1e-6, y, total=in_fp32)
+    row_norm.rms_norm_backward(x, in_fp32, in_fp32, weight_in_fp32, rstd, in_fp32)
+    row_norm.add_normed(x, y, weight, 1e-6, x)
     A, z_copy = empty(RANK, HIDDEN), empty(TOKENS, RANK)
-    residual_kernels.extend_rows(x, A, wide, z_copy)
+    extend_rows(x, A, wide, z_copy)
     qkv = empty(TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     cos = empty(1, POSITIONS, HEAD_DIM)
     qkv_rope.rope_forward(qkv, cos, cos, HEADS, KV_HEADS)
@@ -187,8 +186,8 @@ def launch_layer():
         (token_norms, (None, None)),
         (by_head._replace(v_eps=1e-6), (cos, cos)),
     ):
-        qkv_norm_rope.norm_rope_together(*grads, norms, *angles, qkv)
-        qkv_norm_rope.head_norms_backward(*grads, norms, qkv)
+        qkv_rope.norm_rope_together(*grads, norms, *angles, qkv)
+        head_norms.head_norms_backward(*grads, norms, qkv)
     raw = empty(TOKENS, 2 * (HEADS + KV_HEADS) * HEAD_DIM)
     output_gate.gate_forward(grad, raw, HEAD_DIM)
     output_gate.gate_backward(grad, grad, raw, HEAD_DIM, torch.empty_like(raw))
@@ -244,9 +243,9 @@ def launch_fp8():
     vectors = empty(width, dtype=f32), empty(2 * COLUMNS, dtype=f32)
     x = empty(TOKENS, HIDDEN)
     fp8_rows(x, 2 * HIDDEN)
-    read, *_ = norm_codes(x, empty(HIDDEN), 1e-6, 2 * HIDDEN)
+    read, *_ = row_norm.norm_codes(x, empty(HIDDEN), 1e-6, 2 * HIDDEN)
     norm_operands = empty(TOKENS, dtype=f32), x, empty(HIDDEN, dtype=f32)
-    norm_backward_codes(x, x, x, empty(HIDDEN), *norm_operands, 2 * HIDDEN)
+    row_norm.norm_backward_codes(x, x, x, empty(HIDDEN), *norm_operands, 2 * HIDDEN)
     x_products = [Product(empty(TOKENS, RANK), empty(HIDDEN, RANK)) for _ in range(3)]
     sums_over_tokens([(read[:, :HIDDEN], x_products)])
     fp8_rows(empty(TOKENS, 2 * COLUMNS), 2 * COLUMNS, vectors[1])

@@ -185,9 +185,7 @@ def assert_layer_is(model, oracle, device):
     adapters = [t.detach().requires_grad_() for t in adapters]
     groups = {name: getattr(frozen, name) for name in ("qkv", "o", "gate_up", "down")}
     exact = {
-        name: WeightGroup(
-            oracle(group), group.in_features, group.out_features, group.blocks, group.scalings
-        )
+        name: WeightGroup(oracle(group), group.layout)
         for name, group in groups.items()
     }
 

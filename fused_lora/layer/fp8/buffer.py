@@ -13,7 +13,7 @@ z and p, the adapters' own matmuls, are computed from the same codes. They and t
 halves (`kernels/fp8_rows.py`), as exact as in bf16. Where x is codes, p comes multiplied by their
 scales, for dA. Because x, dy and W are coded, a matmul is 0.037 off; in bf16 it is 0.002.
 
-The outputs of norms and SwiGLU are coded by the kernel that computes them (`kernels/fp8_norm.py`,
+The outputs of norms and SwiGLU are coded by the kernel that computes them (`kernels/row_norm.py`,
 `fp8_swiglu.py`, `swiglu_products_backward.py`). So are the gradients of the inputs of SwiGLU and of
 the norm after o. A separate pass codes everything else. With dropout, z comes from a masked x and
 not from these codes: the forward takes z as given, and backward multiplies the adapters in bf16. Of
@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from ...kernels.fp8_borders import Bordering, Halves, fp8_borders
-from ...kernels.fp8_norm import norm_backward_codes, norm_codes
 from ...kernels.fp8_products import add_border, add_coded_border, product_of_codes
 from ...kernels.fp8_rows import E4M3, fp8_rows, new_codes, padded_columns
 from ...kernels.fp8_swiglu import (
@@ -41,6 +40,7 @@ from ...kernels.fp8_swiglu import (
     swiglu_codes,
 )
 from ...kernels.products import SwiGLUProducts
+from ...kernels.row_norm import norm_backward_codes, norm_codes
 from ...kernels.swiglu_products_backward import swiglu_backward_products
 from ..buffer import Buffer, Dropout, Incoming, ProductInput
 from ..residual import Norm

@@ -18,8 +18,8 @@ from contract import (
 )
 
 import fused_lora.functions.gated_norm
-import fused_lora.functions.rms_norm as module
 from fused_lora.functions.rms_norm import add_rms_norm, rms_norm
+from fused_lora.kernels import row_norm
 
 ALONE, ADDED = (OPERATIONS[name] for name in ("rms_norm", "add_rms_norm"))
 GATED = OPERATIONS["gated_rms_norm"]
@@ -80,7 +80,7 @@ def test_total_is_the_sum_as_eager_rounds_it_and_y_the_norm_of_that(dtype, devic
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 23, 100])
 def test_a_weights_gradient_over_many_rows_is_right(rows, device, monkeypatch):
     sum_, programs = torch.Tensor.sum, []
-    monkeypatch.setattr(module, "MAX_PARTIAL_SUMS", 8)
+    monkeypatch.setattr(row_norm, "MAX_PARTIAL_SUMS", 8)
     monkeypatch.setattr(
         torch.Tensor, "sum", lambda t, *rest: programs.append(t.shape[0]) or sum_(t, *rest)
     )
@@ -126,8 +126,8 @@ def test_leaves_x_and_delta_do_not_share_the_memory_of_their_gradients(device):
 @BOTH
 def test_a_frozen_weight_costs_no_partial_sums(operation, device, monkeypatch):
     case, kernel = operation.case(device), Kernel()
-    monkeypatch.setattr(module, "MAX_PARTIAL_SUMS", 2)
-    monkeypatch.setattr(module, "_rms_norm_backward_kernel", kernel)
+    monkeypatch.setattr(row_norm, "MAX_PARTIAL_SUMS", 2)
+    monkeypatch.setattr(row_norm, "_rms_norm_backward_kernel", kernel)
     for needs in (operation.trained, operation.trained[:-1]):
         outputs = as_tuple(operation.function(*leaves_of(operation, case, needs).values()))
         torch.autograd.backward(outputs, case.gradients)

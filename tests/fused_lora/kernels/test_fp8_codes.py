@@ -10,7 +10,6 @@ from cases.operands import BF16, FP16, FP32
 from cases.reference import GATED, random
 from cases.rms_norm_case import EPS
 
-from fused_lora.kernels.fp8_norm import norm_backward_codes, norm_codes
 from fused_lora.kernels.fp8_rows import E4M3, fp8_rows, padded_columns
 from fused_lora.kernels.fp8_swiglu import (
     guess_gradient_scales,
@@ -18,7 +17,7 @@ from fused_lora.kernels.fp8_swiglu import (
     repair_gradient_codes,
     swiglu_codes,
 )
-from fused_lora.kernels.residual import residual_norm_backward
+from fused_lora.kernels.row_norm import norm_backward_codes, norm_codes, rms_norm_backward
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 
 FP32_EPS = torch.finfo(FP32).eps
@@ -224,7 +223,7 @@ def test_norm_backward_codes_are_those_of_the_gradient(hidden, zero_centered, dt
     codes, scales = norm_backward_codes(
         *norm_operands, grad_x[:, :hidden], column_scales, hidden + 40, zero_centered
     )
-    residual_norm_backward(*norm_operands, want[:, :hidden], zero_centered)
+    rms_norm_backward(*norm_operands, want[:, :hidden], zero_centered)
     torch.testing.assert_close(grad_x, want, rtol=2**-8, atol=1e-6, equal_nan=True)
     assert torch.equal(grad_x[:, hidden:], want[:, hidden:])
     wanted = fp8_rows(grad_x[:, :hidden], hidden + 40, column_scales)

@@ -11,8 +11,8 @@ import test_causal_attention as attention
 import test_dropout as dropout
 import test_fp8_codes as coded
 import test_qkv_rope as rope
-import test_residual_kernels as residual
 import test_routed_rows as routed
+import test_row_norm as norms
 import test_sums_over_tokens as sums
 import test_swiglu as swiglu
 import test_swiglu_products_backward as products_backward
@@ -30,18 +30,18 @@ from fused_lora.kernels import (
     causal_attention,
     causal_attention_backward,
     dropped_products,
-    fp8_norm,
+    extend_rows,
     fp8_rows,
     fp8_swiglu,
+    head_norms,
     output_gate,
-    qkv_norm_rope,
     qkv_rope,
     routed_rows,
+    row_norm,
     sums_over_tokens,
     swiglu_products_backward,
     swiglu_products_forward,
 )
-from fused_lora.kernels import residual as residual_kernels
 from fused_mlp.utils import ACTIVATIONS
 
 tiles_of_forward = products_forward.small_tiles  # fixtures that every test of theirs has
@@ -80,25 +80,24 @@ def on_case(function):
     return lambda size, case, **layout: function(*case, **layout)
 
 
+NORM_KERNELS = ((row_norm, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),)
 KEEP_BITS = fused_mlp.dropout, "_keep_bits_kernel"
 ABOUT_ONE = {"": {}, ", about one": {"zero_centered": True}}
 OF_SWIGLU = {"": {}, ", GeGLU": {"activation": "gelu_tanh"}, ", dropout": {"dropout": 0.3}}
 LAUNCHERS = {
     **{
-        f"residual_norm{which}": Launcher(
-            ((residual_kernels, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),),
-            residual.SIZES, "odd", (0, 8), residual.norm_case,
-            on_case(partial(residual.fused_norm, **options)),
-            on_case(partial(residual.eager_norm, **options)), writes=3,
+        f"rms_norm{which}": Launcher(
+            NORM_KERNELS, norms.SIZES, "odd", (0, 8), norms.norm_case,
+            on_case(partial(norms.fused_norm, **options)),
+            on_case(partial(norms.eager_norm, **options)), writes=3,
         )
         for which, options in ABOUT_ONE.items()
     },
     **{
         f"add_normed{which}": Launcher(
-            ((residual_kernels, "_add_normed_kernel", "_rms_norm_backward_kernel"),),
-            residual.SIZES, "odd", (0, 8), residual.normed_sum_case,
-            on_case(partial(residual.fused_normed_sum, **options)),
-            on_case(partial(residual.eager_normed_sum, **options)), writes=2,
+            NORM_KERNELS, norms.SIZES, "odd", (0, 8), norms.normed_sum_case,
+            on_case(partial(norms.fused_normed_sum, **options)),
+            on_case(partial(norms.eager_normed_sum, **options)), writes=2,
         )
         for which, options in ABOUT_ONE.items()
     },
@@ -107,9 +106,9 @@ LAUNCHERS = {
         sums.CASES, "odd", (0, sums.CASES["odd"][1]), sums.make, sums.fused, sums.eager, writes=6,
     ),
     "extend_rows": Launcher(
-        ((residual_kernels, "_extend_rows_kernel"),),
-        residual.EXTENDED, "odd", (0, 8, 4), residual.extended_case,
-        on_case(residual.fused_extension), on_case(residual.eager_extension), writes=4,
+        ((extend_rows, "_extend_rows_kernel"),),
+        norms.EXTENDED, "odd", (0, 8, 4), norms.extended_case,
+        on_case(norms.fused_extension), on_case(norms.eager_extension), writes=4,
     ),
     "fp8_rows": Launcher(
         ((fp8_rows, "_fp8_rows_kernel"),),
@@ -117,8 +116,7 @@ LAUNCHERS = {
         on_case(coded.fused_rows), on_case(coded.eager_rows), writes=0,
     ),
     "norm_codes": Launcher(
-        ((fp8_norm, "_norm_codes_kernel", "_norm_backward_codes_kernel"),),
-        coded.SIZES, "odd", coded.NONE, coded.norm_case,
+        NORM_KERNELS, coded.SIZES, "odd", coded.NONE, coded.norm_case,
         on_case(coded.fused_norm), on_case(coded.eager_norm), writes=1,
     ),
     **{
@@ -196,7 +194,7 @@ LAUNCHERS = {
     ),
     **{
         f"norms and rope on [q | k | v]{which}": Launcher(
-            ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
+            ((qkv_rope, "_qkv_rope_kernel"), (head_norms, "_qkv_norm_backward_kernel")),
             rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"],
             partial(rope.make_normed, together="together" in which),
             on_case(lambda *case, options=options, **layout: rope.fused_normed(

@@ -102,6 +102,25 @@ def test_interleaved_pairs_attend_as_halves_do(size, device):
         assert_near(one, reordered(other), 1e-6, name)
 
 
+INT32 = {"dtype": torch.int32}
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "options", "message"),
+    [
+        (513, None, {"sinks": torch.zeros(2)}, "is .*for 513 positions, should be up to 512"),
+        (513, None, {"window": 4}, "for 513 positions, should be up to 512 positions or have"),
+        (8, torch.ones(1, 1, 8, 8) > 0, {"window": 4}, "for 8 positions, with a mask, should"),
+        (8, torch.zeros(2, 1, 2, 8, **INT32), {}, r"\[2, 1, 2, 8\] .* be \[1, 1, 2, 8\]"),
+        (8, torch.zeros(1, 1, 8, 2, **INT32).mT, {}, "and contiguous: documents_of makes"),
+    ],
+)
+def test_what_no_kernel_can_attend_to_is_a_value_error(positions, mask, options, message, device):
+    case = qkv_attention_case.make(1, 2, 1, positions, 32, dtype=torch.float32, device=device)
+    with pytest.raises(ValueError, match=message):
+        fused(case, 2, 1, mask if mask is None else mask.to(device), **options)
+
+
 BACKENDS = {"flash": FLASH, "cuDNN": CUDNN}
 
 

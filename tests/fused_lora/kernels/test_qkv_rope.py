@@ -9,9 +9,9 @@ from cases.reference import assert_near, random, relative_error
 from cases.rope_case import SIZES, assert_equal, eager, interleaved_order, make, run
 
 from fused_lora.functions.rope import rope
-from fused_lora.kernels.head_norms import HeadNorms
-from fused_lora.kernels.qkv_norm_rope import head_norms_backward, norm_rope_together
+from fused_lora.kernels.head_norms import HeadNorms, head_norms_backward
 from fused_lora.kernels.qkv_rope import (
+    norm_rope_together,
     rope_backward,
     rope_forward,
     rope_together,
@@ -153,8 +153,6 @@ def test_without_angles_nothing_is_rotated(device):
         got, want = (torch.full_like(side_by_side(q, k, v), 7.0) for _ in range(2))
         write(none, got), write(zero, want)
         assert torch.equal(got, want)
-    with pytest.raises(ValueError, match="only one of cos and sin"):
-        rope_together(q, k, v, cos, None, got)
 
 
 def test_norms_of_heads_read_any_layout(device):

@@ -8,6 +8,7 @@ from cases.layer_case import BF16, layer_of, leaves, operands, operands_of
 from cases.reference import assert_near
 from cases.refusal import assert_refused, narrow, trained
 
+from fused_lora.kernels.head_norms import HeadNorms
 from fused_lora.kernels.rows import Handover
 from fused_lora.layer import residual
 from fused_lora.layer.buffer import Buffer
@@ -149,13 +150,13 @@ def test_create_graph_is_an_error(device):
 def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
     """Run a layer as checkpointing recomputes it. It saves as many tensors of the same shapes, and
     the norm copies the residual only for an output."""
-    copies, function = [], residual.residual_norm_forward
+    copies, function = [], residual.rms_norm_forward
 
     def spy(x, weight, eps, y, copy, zero_centered):
         copies.append(copy is not None)
         return function(x, weight, eps, y, copy, zero_centered)
 
-    monkeypatch.setattr(residual, "residual_norm_forward", spy)
+    monkeypatch.setattr(residual, "rms_norm_forward", spy)
     _, inputs, grad = operands(device, FEW)
     frozen = inputs.pop()
     results, shapes = [], []
@@ -248,12 +249,18 @@ ERRORS = [
     ({"hidden": torch.Tensor.half}, "hidden is torch.float16, the buffers torch.float32"),
     ({"hidden": torch.Tensor.double}, "DecoderLayer computes in .*, got torch.float64"),
     ({"cos": trained}, "cos or sin requires a gradient"),
-    ({"cos": narrow}, r"cos is \[1, 9, 25\] and sin \[1, 9, 26\], should both be"),
+    ({"cos": narrow}, "cos has 25 angles, should have 2 of each pair"),
     ({"frozen.activation": lambda _: "relu"}, "activation is 'relu', should be 'silu' or"),
     ({"frozen.norm_before_mlp.weight": narrow}, r"norm_before_mlp is \[51\], should be \[52\]"),
     (
         {"cos": lambda t: t.repeat(1, 1, 2), "sin": lambda t: t.repeat(1, 1, 2)},
-        r"\[q \| k \| v\] is \[18, 104\], should be \[batch \* 9, 4 \* 52\]",
+        r"cos is \[1, 9, 52\], should be \[1 or 2, 9, 26\]",
+    ),
+    ({"sin": lambda _: None}, "only one of cos and sin is given"),
+    ({"sin": torch.Tensor.double}, "sin is torch.float64 on .*, should be bfloat16, float16 or"),
+    (
+        {"frozen.head_norms": lambda _: HeadNorms(*[torch.ones(52)] * 2, 1e-6, 1e-6)},
+        r"k_norm is \[52\], should be \[26\], or of all heads together \[52\] for q and \[26\]",
     ),
     ({"q_A": None}, "13 adapter tensors given, should be 14: A and B of q, k, v, o, gate"),
     (

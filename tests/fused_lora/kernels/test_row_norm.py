@@ -1,16 +1,13 @@
-"""RMSNorm into wider rows, its backward and the residual's sum: the cases for test_launchers.py."""
+"""RMSNorm into wider rows, its backward, the residual's sum and [x | x A']: cases for
+test_launchers.py."""
 
 import torch
 from cases.reference import assert_within_budget, random
 from cases.rms_norm_case import EPS, eager_rms_norm
 
-from fused_lora.kernels import residual
-from fused_lora.kernels.residual import (
-    add_normed,
-    extend_rows,
-    residual_norm_backward,
-    residual_norm_forward,
-)
+from fused_lora.kernels import row_norm
+from fused_lora.kernels.extend_rows import extend_rows
+from fused_lora.kernels.row_norm import add_normed, rms_norm_backward, rms_norm_forward
 from fused_lora.kernels.rows import empty_rows
 
 SIZES = {"odd": (7, 52), "one row": (1, 139), "one column": (3, 1), "a block": (5, 128)}
@@ -37,12 +34,10 @@ def norm_case(size, dtype, device):
 def fused_norm(x, weight, grad_y, grad_residual, layout=torch.clone, zero_centered=False):
     x, grad_y, grad_residual = map(layout, (x, grad_y, grad_residual))
     y, copy, grad_x = (layout(torch.full_like(x, 7.0)) for _ in range(3))
-    rstd = residual_norm_forward(x, weight, EPS, y, copy, zero_centered)
+    rstd = rms_norm_forward(x, weight, EPS, y, copy, zero_centered)
     assert rstd.dtype == torch.float32 and torch.equal(copy, x)
     grad_weight = torch.full_like(weight, 7.0, dtype=torch.float32)
-    residual_norm_backward(
-        grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered, grad_weight
-    )
+    rms_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered, grad_weight)
     return y, grad_x, grad_weight
 
 
@@ -89,7 +84,7 @@ def fused_normed_sum(x, residual, weight, grad, layout=torch.clone, zero_centere
     """Return total and the gradient of x, which has no other use."""
     x, total, grad_x = layout(x), *(layout(torch.full_like(x, 7.0)) for _ in range(2))
     rstd = add_normed(layout(residual), x, weight, EPS, total, zero_centered)
-    residual_norm_backward(layout(grad), None, x, weight, rstd, grad_x, zero_centered)
+    rms_norm_backward(layout(grad), None, x, weight, rstd, grad_x, zero_centered)
     return total, grad_x
 
 
@@ -104,15 +99,15 @@ def test_the_residual_may_be_fp32_beside_operands_of_matmuls_in_bf16(device):
     exact, rounded = {}, {}
     for found, dtype in ((exact, torch.float32), (rounded, torch.bfloat16)):
         y, grad_x = (torch.full_like(x, 7.0, dtype=dtype) for _ in range(2))
-        rstd = residual_norm_forward(x, weight, EPS, y)
+        rstd = rms_norm_forward(x, weight, EPS, y)
         grad = grad_y.bfloat16().to(dtype)
-        residual_norm_backward(grad, grad_residual, x, weight, rstd, grad_x)
+        rms_norm_backward(grad, grad_residual, x, weight, rstd, grad_x)
         found |= {"y": y.bfloat16(), "grad_x": grad_x.bfloat16()}
     assert all(torch.equal(rounded[name], exact[name]) for name in exact)
 
 
 def test_several_rows_share_a_partial_sum_of_a_weights_gradient(device, monkeypatch):
-    monkeypatch.setattr(residual, "MAX_PARTIAL_SUMS", 3)
+    monkeypatch.setattr(row_norm, "MAX_PARTIAL_SUMS", 3)
     case = norm_case("odd", torch.bfloat16, device)
     truth = eager_norm(*(t.double() for t in case))
     for got, eager, exact in zip(fused_norm(*case), eager_norm(*case), truth, strict=True):
