@@ -4,8 +4,7 @@
 that cannot runs its other fused parts one by one, and warns once.
 """
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,21 +93,19 @@ def _without_buffers(found: LayerOperands) -> LayerOperands:
     """Return operands to keep until the next call: a buffer is freed once weights have left it."""
     if found.computed_from:
         found = found._replace(trained=())
-    return _with(found, itertools.repeat(None))
+    nothing: Any = None
+    return _with(found, [group._replace(buffer=nothing) for group in found.frozen.groups])
 
 
 def _with_buffers(kept: LayerOperands) -> LayerOperands | None:
     borders: Any = kept.frozen.filling
-    buffers = borders.again()
-    return None if buffers is None else _with(kept, buffers)
+    groups = borders.again(kept.frozen.groups)
+    return None if groups is None else _with(kept, groups)
 
 
-def _with(found: LayerOperands, buffers: Iterable[Any]) -> LayerOperands:
-    frozen = found.frozen
-    qkv, o, gate_up, down = (
-        group._replace(buffer=buffer) for group, buffer in zip(frozen.groups, buffers, strict=False)
-    )
-    frozen = frozen._replace(qkv=qkv, o=o, gate_up=gate_up, down=down)
+def _with(found: LayerOperands, groups: Sequence[WeightGroup]) -> LayerOperands:
+    qkv, o, gate_up, down = groups
+    frozen = found.frozen._replace(qkv=qkv, o=o, gate_up=gate_up, down=down)
     return found._replace(frozen=frozen)
 
 

@@ -118,7 +118,7 @@ def read_blocks(layer: Any, kind: type[Border]) -> tuple[BlockRead, BlockRead]:
     """Return a layer's attention, or the mixer in its place, and its MLP, each with the norms
     around it: one may run as a block while the other cannot. Raises a Refusal if neither can."""
     refuse(_why_not_layer(layer, kind))
-    mixing, mlp = (_read_block(layer, block, kind) for block in blocks_of(layer))
+    mixing, mlp = (_read_block(layer, block, kind) for block in block_forms(layer))
     return mixing, mlp
 
 
@@ -131,7 +131,7 @@ def _why_not_layer(layer: Any, kind: type[Border]) -> str | None:
     return None if why_mixture(layer) else why_not_whole(layer) or None
 
 
-class Block(NamedTuple):
+class BlockForm(NamedTuple):
     """A block of a layer: the module that it is about, and what must be around that."""
 
     name: str  # of the module
@@ -141,24 +141,28 @@ class Block(NamedTuple):
     dropout: str = ""  # what must drop nothing; "": nothing
 
 
-def blocks_of(layer: Any) -> tuple[Block, Block]:
+def block_forms(layer: Any) -> tuple[BlockForm, BlockForm]:
     """Return what a layer's two blocks consist of, by its form."""
     form = layer_form(layer)
     before_attention, after_attention, before_mlp, after_mlp = names_of_norms(form)
     mixing = (form.mixer, why_not_mixer) if has_mixer(layer) else ("self_attn", _why_not_attention)
     dropouts = (form.after_attention, form.after_mlp) if form.has_dropout else ("", "")
     return (
-        Block(*mixing, (before_attention, after_attention), _projections_of_mixing, dropouts[0]),
-        Block(form.mlp, _why_not_mlp, (before_mlp, after_mlp), _projections_of_mlp, dropouts[1]),
+        BlockForm(
+            *mixing, (before_attention, after_attention), _projections_of_mixing, dropouts[0]
+        ),
+        BlockForm(
+            form.mlp, _why_not_mlp, (before_mlp, after_mlp), _projections_of_mlp, dropouts[1]
+        ),
     )
 
 
-def _read_block(layer: Any, block: Block, kind: type[Border]) -> BlockRead:
+def _read_block(layer: Any, block: BlockForm, kind: type[Border]) -> BlockRead:
     reads, reason = attempt(_read_parts, layer, block, kind)
     return BlockRead([] if reads is None else reads, reason)
 
 
-def _read_parts(layer: Any, block: Block, kind: type[Border]) -> list[list[Projection]]:
+def _read_parts(layer: Any, block: BlockForm, kind: type[Border]) -> list[list[Projection]]:
     """Read each module of a block once. Raises a Refusal if one cannot run in it."""
     refuse(block.why_not(layer))
     first, *_ = norms_of(layer).values()

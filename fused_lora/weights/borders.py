@@ -123,13 +123,15 @@ class Border:
         inputs, scalings = weights[0].shape[1], tuple(part.scaling for part in parts)
         return WeightGroup(buffer, inputs, layout.outs, layout.blocks, scalings), is_new
 
-    def again(self) -> Buffer | None:
-        """Return the buffer that was found or made last, if `reading/unchanged.py` says that all
-        tensors are where they were. None: find it with `find_or_make`."""
-        assert self._made is not None
+    def again(self, group: WeightGroup) -> WeightGroup | None:
+        """Return this group, kept without its buffer, with it, where `reading/unchanged.py` has
+        found all tensors in their places. None: `find_or_make` has to."""
+        if self._made is None or self._made[1].blocks != group.blocks:
+            return None
         bases: Any = [base() for base in self._bases]
         bias = None if self._first_biased is None else bases[self._first_biased].bias
-        return self.find([base.weight for base in bases], bias, self._made[1])
+        buffer = self.find([base.weight for base in bases], bias, self._made[1])
+        return None if buffer is None else group._replace(buffer=buffer)
 
     def places_of(self, reads: Sequence[Projection]) -> tuple:
         """Return the places of the weights and biases. They differ once one has moved, even to an
@@ -257,9 +259,10 @@ class LayerBorders(Filling):
             torch.cuda.empty_cache()  # the freed pieces are too small for the next buffers
         return [bordered for bordered, _ in found]
 
-    def again(self) -> list[Buffer] | None:
-        """Return the buffers that were found or made last, as `Border.again` does."""
-        found = [border.again() for border in self.by_group]
+    def again(self, groups: Sequence[WeightGroup]) -> list[WeightGroup] | None:
+        """Call each border's `again`."""
+        every = zip(self.by_group, groups, strict=True)
+        found = [border.again(group) for border, group in every]
         return None if None in found else found  # type: ignore[return-value]
 
 
