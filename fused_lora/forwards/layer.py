@@ -15,7 +15,6 @@ from ..foreign.parallel import FLATTENED, is_dtensor, may_shard_later
 from ..foreign.versions import CACHE, by_name, class_forward
 from ..kernels.rows import Handover
 from ..layer.attention_block import AttentionBlock
-from ..layer.buffer import WeightGroup
 from ..layer.decoder_layer import DecoderLayer
 from ..layer.mixer_block import MixerBlock
 from ..layer.mlp_block import MLPBlock
@@ -104,11 +103,8 @@ def _without_buffers(found: LayerOperands) -> LayerOperands:
 def _with_buffers(kept: LayerOperands) -> LayerOperands | None:
     first, second = kept.mixing.block, kept.mlp.block
     borders: Any = first.filling
-    buffers = borders.again()
-    if buffers is None:
-        return None
-    layouts: Any = *first.groups, *second.groups
-    return _with(kept, *map(WeightGroup, buffers, layouts))
+    groups = borders.again((*first.groups, *second.groups))
+    return None if groups is None else _with(kept, *groups)
 
 
 def _with(found: LayerOperands, qkv: Any, o: Any, gate_up: Any, down: Any) -> LayerOperands:

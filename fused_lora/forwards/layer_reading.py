@@ -1,8 +1,8 @@
 """Reading a decoder layer for the switch `layer`: its projections by buffer and its norms, as they
 are now, or why it cannot run as one."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ..foreign.ownership import fused_parts_of
 from ..foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
 from ..foreign.versions import CACHE
 from ..reading.aside import why_unloaded
+from ..reading.families import MIXTURE_OF_EXPERTS
 from ..reading.forms import LayerForm
 from ..reading.four_bit import why_not_alike
 from ..reading.known import inner_norm, known_form, layer_form, why_not_class, why_not_whole
@@ -88,52 +89,168 @@ def dtype_of(layer: Any) -> torch.dtype:
     return inner_norm(layer).weight.dtype
 
 
+class BlockRead(NamedTuple):
+    """A block of a layer as it is now: its projections by buffer, or why it cannot run as one."""
+
+    reads: list[list[Projection]]
+    reason: str = ""
+
+
 def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
-    """Return the projections of a layer by buffer. Raises a Refusal if it cannot run as one now, on
-    such borders."""
-    refuse(_why_not_parts(layer))
-    if has_mixer(layer) and kind.precision:
-        raise Refusal(f"it has {noun_of(layer)}, which does not run{kind.precision}")
-    norms = [norm.weight for norm in norms_of(layer).values()]
-    dtype, device = norms[0].dtype, norms[0].device
-    groups = []
-    for owner, names in grouped_projections(layer):
-        group = []
-        for name in names:
-            read, reason = attempt(_read_one, owner, name, kind)
-            if reason:
-                raise Refusal(f"{name}: {reason}")
-            for adapter in (read.A, read.B):
-                if adapter.dtype not in DTYPES:
-                    raise Refusal(
-                        f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
-                    )
-            _check_alike(name, read, dtype, device)
-            group.append(read)
-        groups.append(group)
-    head_norms = None if has_mixer(layer) else head_norms_of(layer.self_attn)
-    for weight in (*norms, *(head_norms or ())[:2]):
-        if (weight.dtype, weight.device) != (dtype, device):
-            raise Refusal(
-                f"its norms are {weight.dtype} on {weight.device} and {dtype} on {device}: make "
-                "them alike"
-            )
-    every = [read for group in groups for read in group]
-    if len(found := {read.weight.dtype for read in every if read.weight.dtype in DTYPES}) > 1:
-        raise Refusal(f"its projections compute in {' and '.join(sorted(map(str, found)))}")
+    """Return the projections of a layer by buffer. Raises a Refusal if one of its blocks cannot run
+    now, on such borders."""
+    refuse(_why_not_layer(layer, kind) or why_mixture(layer))
+    blocks = read_blocks(layer, kind)
+    for block in blocks:
+        refuse(block.reason or None)
+    every = [read for block in blocks for reads in block.reads for read in reads]
+    refuse(_why_not_one_dtype(every))
     if has_mixer(layer) and any(map(trains_bias, every)):
         raise Refusal(
             "an adapter has a bias, or a bias is trained: neither runs in a layer with "
             f"{noun_of(layer)}"
         )
     refuse(why_unloaded(layer, every))
+    return [reads for block in blocks for reads in block.reads]
+
+
+def read_blocks(layer: Any, kind: type[Border]) -> tuple[BlockRead, BlockRead]:
+    """Return a layer's attention, or the mixer in its place, and its MLP, each with the norms
+    around it: one may run as a block while the other cannot. Raises a Refusal if neither can."""
+    refuse(_why_not_layer(layer, kind))
+    mixing, mlp = (_read_block(layer, block, kind) for block in block_forms(layer))
+    return mixing, mlp
+
+
+def _why_not_layer(layer: Any, kind: type[Border]) -> str | None:
+    """Return the reason if no block of a layer can run."""
+    if (reason := why_not_class(layer, "Layer")) is not None:
+        return reason
+    if has_mixer(layer) and kind.precision:
+        return f"it has {noun_of(layer)}, which does not run{kind.precision}"
+    return None if why_mixture(layer) else why_not_whole(layer) or None
+
+
+class BlockForm(NamedTuple):
+    """A block of a layer: the module that it is about, and what must be around that."""
+
+    name: str  # of the module
+    why_not: Callable[[Any], str | None]  # the reason if a layer's module cannot be in a block
+    norms: tuple[str, ...]
+    projections: Callable[[Any], list[tuple[Any, tuple[str, ...]]]]  # by buffer
+    dropout: str = ""  # what must drop nothing; "": nothing
+
+
+def block_forms(layer: Any) -> tuple[BlockForm, BlockForm]:
+    """Return what a layer's two blocks consist of, by its form."""
+    form = layer_form(layer)
+    before_attention, after_attention, before_mlp, after_mlp = names_of_norms(form)
+    mixing = (form.mixer, why_not_mixer) if has_mixer(layer) else ("self_attn", _why_not_attention)
+    dropouts = (form.after_attention, form.after_mlp) if form.has_dropout else ("", "")
+    return (
+        BlockForm(
+            *mixing, (before_attention, after_attention), _projections_of_mixing, dropouts[0]
+        ),
+        BlockForm(
+            form.mlp, _why_not_mlp, (before_mlp, after_mlp), _projections_of_mlp, dropouts[1]
+        ),
+    )
+
+
+def _read_block(layer: Any, block: BlockForm, kind: type[Border]) -> BlockRead:
+    reads, reason = attempt(_read_parts, layer, block, kind)
+    return BlockRead([] if reads is None else reads, reason)
+
+
+def _read_parts(layer: Any, block: BlockForm, kind: type[Border]) -> list[list[Projection]]:
+    """Read each module of a block once. Raises a Refusal if one cannot run in it."""
+    refuse(block.why_not(layer))
+    first, *_ = norms_of(layer).values()
+    norms = [active_norm(layer._modules[name]) for name in block.norms if name]
+    for name, norm in zip(filter(None, block.norms), norms, strict=True):
+        refuse(_within(name, why_not_within(norm)))
+    if any(known_form(norm, "RMSNorm") != known_form(first, "RMSNorm") for norm in norms):
+        raise Refusal("its norms are of different forms")
+    if block.dropout:
+        refuse(_within(block.dropout, _why_not_dropout(layer._modules[block.dropout])))
+    dtype, device = first.weight.dtype, first.weight.device
+    groups = [
+        [_read_alike(owner, name, kind, dtype, device) for name in names]
+        for owner, names in block.projections(layer)
+    ]
+    head_norms = head_norms_of(layer.self_attn) if block.name == "self_attn" else None
+    for weight in (*(norm.weight for norm in norms), *(head_norms or ())[:2]):
+        if (weight.dtype, weight.device) != (dtype, device):
+            raise Refusal(
+                f"its norms are {weight.dtype} on {weight.device} and {dtype} on {device}: make "
+                "them alike"
+            )
+    refuse(_why_not_one_dtype([read for group in groups for read in group]))
     return groups
+
+
+def _within(name: str, reason: str | None) -> str | None:
+    """Return a reason with the name of the module that it is about."""
+    return None if reason is None else f"{name}: {reason}"
+
+
+def _why_not_attention(layer: Any) -> str | None:
+    attention = layer.self_attn
+    return _within("self_attn", (
+        why_not_class(attention, "Attention") or why_call(attention, own_forward=False)
+        or why_not_sdpa(attention) or why_not_head_norms(attention)
+    ))  # fmt: skip
+
+
+def _why_not_mlp(layer: Any) -> str | None:
+    mlp = mlp_of(layer)
+    return why_mixture(layer) or _within(layer_form(layer).mlp, (
+        why_not_class(mlp, "MLP") or why_call(mlp, own_forward=False) or why_not_activation(mlp)
+    ))  # fmt: skip
+
+
+def why_mixture(layer: Any) -> str | None:
+    """Return the reason if a layer whose class we know has a mixture of experts, alone or beside an
+    MLP."""
+    reason = why_not_whole(layer)
+    return reason if reason == MIXTURE_OF_EXPERTS else why_mixed(layer)
+
+
+def _why_not_dropout(dropout: Any) -> str | None:
+    """Return the reason if this module may drop something of what a block adds."""
+    if type(dropout) is not nn.Dropout:
+        return f"it is {type(dropout).__name__}, not torch.nn.Dropout"
+    if dropout.training and dropout.p:
+        return f"resid_pdrop is {dropout.p}: load the model with resid_pdrop=0.0"
+    return why_call(dropout)
+
+
+def _read_alike(
+    owner: Any, name: str, kind: type[Border], dtype: torch.dtype, device: torch.device
+) -> Projection:
+    """Return a projection beside norms of this dtype, on this device."""
+    read, reason = attempt(_read_one, owner, name, kind)
+    refuse(_within(name, reason or None))
+    for adapter in (read.A, read.B):
+        if adapter.dtype not in DTYPES:
+            raise Refusal(f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32")
+    _check_alike(name, read, dtype, device)
+    return read
+
+
+def _why_not_one_dtype(reads: Sequence[Projection]) -> str | None:
+    found = {read.weight.dtype for read in reads if read.weight.dtype in DTYPES}
+    return (
+        f"its projections compute in {' and '.join(sorted(map(str, found)))}"
+        if len(found) > 1
+        else None
+    )
 
 
 def takes_attention(layer: Any, kind: type[Border]) -> bool:
     """Return True if such borders can take the projections of a layer's attention."""
-    qkv, o = grouped_projections(layer)[:2]
-    found = (attempt(_read_one, owner, name, kind) for owner, names in (qkv, o) for name in names)
+    groups = _projections_of_mixing(layer)
+    found = (attempt(_read_one, owner, name, kind) for owner, names in groups for name in names)
     return not any(reason for _, reason in found)
 
 
@@ -182,18 +299,23 @@ def base_layers(layer: Any) -> Iterator[Any]:
 def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
     """Return, for each of a layer's four buffers, the module that has its projections, and their
     names."""
-    mlp = mlp_of(layer)
+    return _projections_of_mixing(layer) + _projections_of_mlp(layer)
+
+
+def _projections_of_mixing(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
     if has_mixer(layer):
         mixer = mixer_of(layer)
         form = known_form(mixer, layer_form(layer).mixer_kind)
     else:
         mixer = layer.self_attn
         form = known_form(mixer, "Attention")
-    return [
-        (owner, names)
-        for owner, form in ((mixer, form), (mlp, known_form(mlp, "MLP")))
-        for names in (form.projections, (form.output,))
-    ]
+    return [(mixer, form.projections), (mixer, (form.output,))]
+
+
+def _projections_of_mlp(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
+    mlp = mlp_of(layer)
+    form = known_form(mlp, "MLP")
+    return [(mlp, form.projections), (mlp, (form.output,))]
 
 
 def mlp_of(layer: Any) -> Any:
@@ -230,38 +352,3 @@ def norms_of(layer: Any) -> dict[str, Any]:
     """Return a layer's norms by name, as PEFT runs them."""
     names = filter(None, names_of_norms(layer_form(layer)))
     return {name: active_norm(layer._modules[name]) for name in names}
-
-
-def _why_not_parts(layer: Any) -> str | None:
-    """Return the reason if a part of the layer other than its projections computes something we do
-    not fuse."""
-    if reason := why_not_class(layer, "Layer") or why_not_whole(layer) or why_mixed(layer):
-        return reason
-    form = layer_form(layer)
-    kinds = {form.mlp: "MLP"} if has_mixer(layer) else {"self_attn": "Attention", form.mlp: "MLP"}
-    for name, kind in kinds.items():
-        part = layer._modules[name]
-        if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
-            return f"{name}: {reason}"
-    norms = norms_of(layer)
-    for name, norm in norms.items():
-        if (reason := why_not_within(norm)) is not None:
-            return f"{name}: {reason}"
-    if len({known_form(norm, "RMSNorm") for norm in norms.values()}) > 1:
-        return "its norms are of different forms"
-    for name in (form.after_attention, form.after_mlp) if form.has_dropout else ():
-        dropout = layer._modules[name]
-        if type(dropout) is not nn.Dropout:
-            return f"{name}: it is {type(dropout).__name__}, not torch.nn.Dropout"
-        if dropout.training and dropout.p:
-            return f"{name}: resid_pdrop is {dropout.p}: load the model with resid_pdrop=0.0"
-        if (reason := why_call(dropout)) is not None:
-            return f"{name}: {reason}"
-    if has_mixer(layer):
-        if (reason := why_not_mixer(layer)) is not None:
-            return reason
-    elif reason := why_not_sdpa(layer.self_attn) or why_not_head_norms(layer.self_attn):
-        return f"self_attn: {reason}"
-    if (reason := why_not_activation(mlp_of(layer))) is not None:
-        return f"{form.mlp}: {reason}"
-    return None

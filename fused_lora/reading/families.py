@@ -17,6 +17,8 @@ from .forms import (
     NormForm,
 )
 
+MIXTURE_OF_EXPERTS = "its MLP is a mixture of experts"
+
 
 class Family(NamedTuple):
     """Classes of one transformers module, and their forms. None: no such class that we know.
@@ -52,7 +54,7 @@ class Family(NamedTuple):
     def why_not_whole(self) -> str:
         """Return the reason why `layer` does not take its layers, "" if it does."""
         if self.loss is not None and self.loss.has_router:
-            return "its MLP is a mixture of experts"
+            return MIXTURE_OF_EXPERTS
         return "" if self.whole else "its layers are not known to run as one"
 
 

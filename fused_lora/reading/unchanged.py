@@ -1,4 +1,4 @@
-"""Whether a module is as it was when it was last read in full.
+"""A quick check that a module is as it was when it was last read in full.
 
 To read a layer takes hundreds of checks, and users may change whatever these look at between two
 calls: a mode, a hook, an adapter, a weight. So every call looks at all of it again, but in one flat
@@ -102,8 +102,8 @@ class Readings:
 
 
 class Reading:
-    """What is kept of a reading: the state that the module had, and the result without its tensors,
-    whose places are among the module's. idle: how many calls in a row used another reading."""
+    """The result of a reading, and the state that the module had. Of the result's tensors it keeps
+    their places among the module's. idle: how many calls in a row used another reading."""
 
     def __init__(self, state: "State", rest: Any, places: list[int]):
         self._state, self._rest, self._places = state, rest, places

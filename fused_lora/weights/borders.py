@@ -125,13 +125,15 @@ class Border:
             buffer, GroupLayout(inputs, layout.outs, layout.blocks, scalings)
         ), is_new
 
-    def again(self) -> Buffer | None:
-        """Return the buffer that was found or made last, if `reading/unchanged.py` says that all
-        tensors are where they were. None: find it with `find_or_make`."""
-        assert self._made is not None
+    def again(self, layout: GroupLayout) -> WeightGroup | None:
+        """Return the group of this layout, where `reading/unchanged.py` has found all tensors in
+        their places. None: `find_or_make` has to."""
+        if self._made is None or self._made[1].blocks != layout.blocks:
+            return None
         bases: Any = [base() for base in self._bases]
         bias = None if self._first_biased is None else bases[self._first_biased].bias
-        return self.find([base.weight for base in bases], bias, self._made[1])
+        buffer = self.find([base.weight for base in bases], bias, self._made[1])
+        return None if buffer is None else WeightGroup(buffer, layout)
 
     def places_of(self, reads: Sequence[Projection]) -> tuple:
         """Return the places of the weights and biases. They differ once one has moved, even to an
@@ -259,9 +261,10 @@ class LayerBorders(Filling):
             torch.cuda.empty_cache()  # the freed pieces are too small for the next buffers
         return [bordered for bordered, _ in found]
 
-    def again(self) -> list[Buffer] | None:
-        """Return the buffers that were found or made last, as `Border.again` does."""
-        found = [border.again() for border in self.by_group]
+    def again(self, layouts: Sequence[GroupLayout]) -> list[WeightGroup] | None:
+        """Call each border's `again`."""
+        every = zip(self.by_group, layouts, strict=True)
+        found = [border.again(layout) for border, layout in every]
         return None if None in found else found  # type: ignore[return-value]
 
 
