@@ -57,7 +57,7 @@ NO_KINDS = Kinds((None,), None, None)  # trains neither norms nor biases
 
 class MixerEnds(Protocol):
     """The computation between a mixer and the projections on both sides: a NamedTuple of its frozen
-    tensors, which goes through a record (`saved.py`)."""
+    tensors, which goes through a record (`rerun.py`)."""
 
     def enter(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the mixer's inputs and then its gate, from the outputs of the in-projections. All
@@ -135,7 +135,7 @@ class BeforeMixer(torch.autograd.Function):
         *row, ends, block = operands
         adapters, group = adapters_of(row), block.inputs
         check_input(NAME, hidden, group)
-        check_adapters(NAME, "", adapters, group)
+        check_adapters(NAME, adapters, group)
         block.filling.fill((group,), adapters)
         if mask is not None:
             mask = mask.reshape(-1, 1) != 0
@@ -220,8 +220,8 @@ class MixerBlock(NamedTuple):
         return mixed.total, SavedMixer(mixed.left, mixed.kept)
 
     def backward(
-        self, run: BlockBackward, x: Tensor, saved: SavedMixer, gradient: Gradient, need_x: bool,
-        before: BlockBackward | None,
+        self, run: BlockBackward, x: Tensor | None, saved: SavedMixer, gradient: Gradient,
+        need_x: bool, before: BlockBackward | None,
     ) -> tuple[Gradient, Trained]:  # fmt: skip
         """Return the gradients of x and of what the block trains."""
         dropout = run.dropouts.output

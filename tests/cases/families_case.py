@@ -194,7 +194,7 @@ def not_known(attention: str, tower: str = "model") -> dict[str, str]:
 LOSS = "base_model.model"
 MIXTURE = "its MLP is a mixture of experts"
 NOT_READ = "its layers are not known to run as one"
-AROUND_A_MIXER = {"BeforeMixer": 1, "AfterMixer": 1, "DecoderLayer": 1}
+AROUND_A_MIXER = {"BeforeMixer": 1, "DecoderLayer": 2}
 QWEN_3_5 = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
             "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
             "rope_parameters": HALF}  # fmt: skip

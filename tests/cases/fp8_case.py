@@ -161,13 +161,15 @@ class OracleBuffer(Fp8Buffer):
         grad.add_((codes * scales @ self.codes).to(dy.dtype))
 
 
-def results(layer, frozen, adapters, device, draw=0, head_dim=16):
-    """Return a layer's output and every gradient, on these frozen operands."""
+def results(blocks, adapters, device, draw=0, head_dim=16):
+    """Return a layer's output and every gradient."""
     hidden, grad = layer_case.tokens((2, SHORT), torch.float32, device, draw, hidden=32)
     cos, sin = (random(1, SHORT, head_dim, seed=seed, device=device) for seed in (7, 8))
     hidden.requires_grad_()
     seed = torch.tensor([5], device=device)
-    output = DecoderLayer.apply(hidden, cos, sin, None, *adapters, frozen._replace(seed=seed))
+    attention, mlp = (layer_case.with_changes(block, seed=seed) for block in blocks)
+    blocks = attention._replace(positions=SHORT, cos=cos, sin=sin), mlp
+    output = DecoderLayer.apply(hidden, None, None, *adapters, blocks)
     found = torch.autograd.grad(output, [hidden, *adapters], grad)
     return [output.detach(), *found]
 
@@ -180,20 +182,22 @@ def assert_layer_is(model, oracle, device):
     On the same input, a scale that is 2% off has to exceed it.
     """
     most = 1e-3 if device == "cpu" else 2e-3
-    layer = layer_case.layer_of(model)
-    *adapters, frozen = layer_case.operands_of(layer)
+    *adapters, blocks = layer_case.operands_of(layer_case.layer_of(model))
     adapters = [t.detach().requires_grad_() for t in adapters]
-    exact = {
-        name: getattr(frozen, name)._replace(buffer=oracle(getattr(frozen, name)))
-        for name in ("qkv", "o", "gate_up", "down")
-    }
+    exact = [
+        layer_case.with_changes(block, **{
+            name: group._replace(buffer=oracle(group))
+            for name, group in zip(("inputs", "output"), block.block.groups, strict=True)
+        })
+        for block in blocks
+    ]  # fmt: skip
 
     @functools.cache
     def got(draw):
-        return results(layer, frozen, adapters, device, draw)
+        return results(blocks, adapters, device, draw)
 
     def is_near(draw):
-        want = results(layer, frozen._replace(**exact), adapters, device, draw)
+        want = results(exact, adapters, device, draw)
         return all(
             not other.any() if not one.any() else relative_error(one, other) < most
             for one, other in zip(got(draw), want, strict=True)
@@ -201,7 +205,7 @@ def assert_layer_is(model, oracle, device):
 
     draw = next(filter(is_near, range(3)), None)
     assert draw is not None
-    exact["down"].buffer.scales *= 1.02
+    exact[1].block.output.buffer.scales *= 1.02
     assert not is_near(draw)
 
 

@@ -55,9 +55,15 @@ def pair(device, fusion=LAYER, **options):
 
 
 def operands_of(layer):
-    """DecoderLayer's operands after the mask, read from this fused layer as it is now. Moves
-    weights that lie elsewhere into new buffers."""
-    return adopted.operands_of(layer, read_whole(layer))
+    """Return what this fused layer trains, and its blocks, as it is now. Moves weights that lie
+    elsewhere into new buffers."""
+    trained, *blocks = adopted.operands_of(layer, read_whole(layer))
+    return *trained, tuple(blocks)
+
+
+def with_changes(block, **changes):
+    """Return an AttentionBlock or MLPBlock with changes to what every block has."""
+    return block._replace(block=block.block._replace(**changes))
 
 
 def operands_of_calls(monkeypatch):
@@ -120,15 +126,15 @@ def assert_layer_right(fused, plain, shape, dtype, grad_layout=None, **options):
 
 
 def operands(device, shape=(2, 9), **options):
-    """Return the model, the operands for DecoderLayer.apply, and the gradient of its output. The
-    operands are hidden, cos, sin, no mask, adapters and frozen."""
+    """Return the model, the operands for DecoderLayer.apply, and the gradient of its output."""
     fused, _, _ = pair(device, **options)
     hidden, grad = tokens(shape, options.get("dtype", torch.float32), device)
     cos, sin = (
         random(1, shape[1], 26, seed=seed, dtype=hidden.dtype, device=device) for seed in (7, 8)
     )
-    *adapters, frozen = operands_of(layer_of(fused))
-    return fused, [hidden.requires_grad_(), cos, sin, None, *adapters, frozen], grad
+    *trained, (attention, mlp) = operands_of(layer_of(fused))
+    blocks = attention._replace(positions=shape[1], cos=cos, sin=sin), mlp
+    return fused, [hidden.requires_grad_(), None, None, *trained, blocks], grad
 
 
 def leaves(inputs):
