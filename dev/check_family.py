@@ -224,7 +224,7 @@ def case_of(prefix: str, config: dict, model: Any) -> cases.Family:
     unfuse(model)
     return replace(
         row,
-        in_layers={} if functions == {"DecoderLayer": 2} else functions,
+        in_layers={one: functions[one] for one in functions if one != "DecoderLayer"},
         in_parts="".join(left[where] for where in left.keys() - row.left.keys()),
     )
 

@@ -1,7 +1,7 @@
 """The switch `layer`: the forward of a whole decoder layer, on buffers of weights.
 
-`layer_reading.py` reads the layer. It runs as two functions, attention (or two around another
-mixer) and the MLP. One that cannot runs its other fused parts one by one, and warns once.
+`layer_reading.py` reads the layer. It runs as one function, or with a mixer as two around that. One
+that cannot runs its other fused parts one by one, and warns once.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ NOT_THE_MIXERS = {
 
 
 def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inputs, **options):
-    """Run a layer as two blocks, or else in parts."""
+    """Run a layer as one, or else in parts."""
     if reading.is_flattened_in(layer):
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
     call = by_name(layer, inputs) | options

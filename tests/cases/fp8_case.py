@@ -166,9 +166,7 @@ def results(blocks, adapters, device, draw=0, head_dim=16):
     hidden, grad = layer_case.tokens((2, SHORT), torch.float32, device, draw, hidden=32)
     cos, sin = (random(1, SHORT, head_dim, seed=seed, device=device) for seed in (7, 8))
     hidden.requires_grad_()
-    seed = torch.tensor([5], device=device)
-    attention, mlp = (layer_case.with_changes(block, seed=seed) for block in blocks)
-    blocks = attention._replace(positions=SHORT, cos=cos, sin=sin), mlp
+    blocks = layer_case.of_a_call(blocks, cos, sin)
     output = DecoderLayer.apply(hidden, None, None, *adapters, blocks)
     found = torch.autograd.grad(output, [hidden, *adapters], grad)
     return [output.detach(), *found]
@@ -184,13 +182,13 @@ def assert_layer_is(model, oracle, device):
     most = 1e-3 if device == "cpu" else 2e-3
     *adapters, blocks = layer_case.operands_of(layer_case.layer_of(model))
     adapters = [t.detach().requires_grad_() for t in adapters]
+    groups = [
+        [group._replace(buffer=oracle(group)) for group in block.block.groups] for block in blocks
+    ]
     exact = [
-        layer_case.with_changes(block, **{
-            name: group._replace(buffer=oracle(group))
-            for name, group in zip(("inputs", "output"), block.block.groups, strict=True)
-        })
-        for block in blocks
-    ]  # fmt: skip
+        block._replace(block=block.block._replace(inputs=inputs, output=output))
+        for block, (inputs, output) in zip(blocks, groups, strict=True)
+    ]
 
     @functools.cache
     def got(draw):
@@ -205,7 +203,7 @@ def assert_layer_is(model, oracle, device):
 
     draw = next(filter(is_near, range(3)), None)
     assert draw is not None
-    exact[1].block.output.buffer.scales *= 1.02
+    groups[1][1].buffer.scales *= 1.02
     assert not is_near(draw)
 
 

@@ -61,9 +61,11 @@ def operands_of(layer):
     return *trained, tuple(blocks)
 
 
-def with_changes(block, **changes):
-    """Return an AttentionBlock or MLPBlock with changes to what every block has."""
-    return block._replace(block=block.block._replace(**changes))
+def of_a_call(blocks, cos, sin):
+    """Return an attention and an MLP for a call with these angles, and a seed for dropout."""
+    seed = torch.tensor([5], device=cos.device)
+    attention, mlp = (block._replace(block=block.block._replace(seed=seed)) for block in blocks)
+    return attention._replace(positions=cos.shape[1], cos=cos, sin=sin), mlp
 
 
 def operands_of_calls(monkeypatch):
@@ -132,9 +134,9 @@ def operands(device, shape=(2, 9), **options):
     cos, sin = (
         random(1, shape[1], 26, seed=seed, dtype=hidden.dtype, device=device) for seed in (7, 8)
     )
-    *trained, (attention, mlp) = operands_of(layer_of(fused))
-    blocks = attention._replace(positions=shape[1], cos=cos, sin=sin), mlp
-    return fused, [hidden.requires_grad_(), None, None, *trained, blocks], grad
+    *trained, blocks = operands_of(layer_of(fused))
+    inputs = [hidden.requires_grad_(), None, None, *trained, of_a_call(blocks, cos, sin)]
+    return fused, inputs, grad
 
 
 def leaves(inputs):

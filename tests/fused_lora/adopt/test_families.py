@@ -144,9 +144,7 @@ def test_a_layer_scales_q_alone_where_q_proj_gives_gates_as_well(device):
     """No family does both yet. To scale q is to scale the scores."""
     model = FAMILIES["Qwen3.5"].peft_model(device).train()
     fuse(model, LAYER)
-    *trained, (attention, mlp) = operands_of(
-        model.get_submodule("base_model.model.model.layers.1")
-    )
+    *trained, (attention, mlp) = operands_of(model.get_submodule("base_model.model.model.layers.1"))
     hidden = random(1, 6, 32, device=device).requires_grad_()
 
     def run(**changes):

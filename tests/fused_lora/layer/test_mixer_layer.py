@@ -147,11 +147,8 @@ def test_the_input_is_saved_once_and_masks_by_the_function_that_uses_them_alone(
 
     torch.manual_seed(0)
     *_, (mixing, mlp) = operands_of(layer_of(fused))
-    columns = [
-        group.in_features
-        for group in (*mixing.groups, *mlp.block.groups)
-        for _ in group.out_features
-    ]
+    groups = (*mixing.groups, *mlp.block.groups)
+    columns = [group.in_features for group in groups for _ in group.out_features]
     seed = draw_seed(torch.device(device))
     whole = draw_masks("a layer", seed, [0.3] * 8, [10] * 8, columns)
     torch.manual_seed(0)
