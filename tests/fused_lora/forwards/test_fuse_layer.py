@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize, prune
 
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.forwards.layer import borders_of
-from fused_lora.layer import halves as forward
+from fused_lora.layer import attention_block
 from fused_lora.layer.buffer import Buffer
 
 
@@ -92,7 +92,7 @@ def test_attention_and_o_run_once_where_their_output_is_offloaded(
     model, _, _ = pair(device, family=family, config={"head_dim": head_dim})
     want = step(model, length=SHORT)
     counts = {"attention_forward": [], "add_projected": [], "add_swiglu": []}
-    owners = forward, Buffer, Buffer
+    owners = attention_block, Buffer, Buffer
     for (name, seen), owner in zip(counts.items(), owners, strict=True):
         function = getattr(owner, name)
         monkeypatch.setattr(
