@@ -96,7 +96,6 @@ FAULTS = (
           "fuse_4bit_loaded"),
     Fault("fused_lora/layer/block.py", "max(block.columns_before, x.shape[1])", "x.shape[1]",
           "decoder_layer_autograd"),
-    Fault("fused_lora/layer/block.py", "and before.dropouts.output is None", "", "fuse_fp8"),
     Fault("fused_lora/layer/attention_block.py", "Incoming(grad_qkv), gradient.total,",
           "Incoming(grad_qkv), 0 * gradient.total,", "decoder_layer"),
     Fault("fused_lora/layer/operands.py", "before = block.masks_before", "before = 0",
