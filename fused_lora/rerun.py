@@ -9,7 +9,7 @@ through it: `split` takes the tensors out of a record of records, `join` puts ot
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +17,13 @@ from torch import Tensor
 
 Record = TypeVar("Record", bound=tuple)
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.runs: list[Any] = []
+
+
+_thread = _Thread()
 
 
 class Keep(NamedTuple):
@@ -34,8 +40,6 @@ STAYS = Keep(lambda tensor: tensor, lambda tensor: tensor)
 def runs() -> list[Any]:
     """Return the recomputed forwards (`step/recompute.py`) that this thread is in, innermost
     last."""
-    if not hasattr(_thread, "runs"):
-        _thread.runs = []
     return _thread.runs
 
 
@@ -52,8 +56,8 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
     """Call ``function()``. A recomputed forward with a `keep` keeps the result for its second run.
 
     Use it for results that cost more to compute than to keep. If the result `is_small`, every
-    recomputed forward keeps it, unmoved. Do not use it for outputs of an autograd function: others
-    may change them in place, and a kept output would keep its own graph alive.
+    recomputed forward keeps it, unmoved. What becomes an autograd function's output is kept without
+    its graph. Nobody may change it in place.
     """
     around = runs()
     keep = STAYS if is_small else around[-1].keep if around else None
@@ -78,10 +82,14 @@ def keeps_elsewhere() -> bool:
 
 
 def store(ctx: Any, record: tuple) -> None:
-    """Keep a record for `restore`: its tensors by save_for_backward, all else on ctx. Under a
-    checkpoint one tensor is saved, and the recompute makes the record again. Once autograd frees
-    that tensor, what the checkpoint keeps is freed as well."""
-    ctx.recompute = _recompute(record)
+    """Keep a record for `restore`: its tensors by save_for_backward, all else on ctx.
+
+    Under a checkpoint one tensor is saved, and the recompute makes the record again, which takes a
+    tenth of the time that saving each of its tensors does. Once autograd frees that tensor, what
+    the checkpoint keeps is freed as well.
+    """
+    around = runs()
+    ctx.recompute = around[-1].recompute_record(record) if around else None
     if ctx.recompute is not None:
         ctx.save_for_backward(_first_tensor(record))
         return
@@ -101,21 +109,10 @@ def restore(ctx: Any) -> Any:
     return join(ctx.without_tensors, tensors) if ctx.recompute is None else ctx.recompute()
 
 
-def _recompute(record: tuple) -> Callable[[], tuple] | None:
-    """Return a function that makes this record of tensors again, for a function's backward, or None
-    where nothing recomputes the forward. Instead of the record, save one tensor: the function works
-    for as long as autograd keeps that.
-
-    It does for all of a record what saving each of its tensors would, in a tenth of the time.
-    """
-    around = runs()
-    if not around:
-        return None
-    return around[-1].recompute_record(record)
-
-
 def once_as_record(function: Callable[[], Record]) -> Record:
     """`once` for a function that returns a record."""
+    if not runs():
+        return function()
 
     def flat() -> tuple:
         tensors, rest = split(function())
@@ -125,49 +122,75 @@ def once_as_record(function: Callable[[], Record]) -> Record:
     return join(rest, tensors)
 
 
-class _Tensor:
-    """Stands where a record had a tensor."""
+class Rest(NamedTuple):
+    """A record without its tensors."""
+
+    layout: "_Layout"
+    values: tuple
 
 
-TENSOR = _Tensor()
-# Tuples that `split` leaves whole. A record for backward may add its own.
-WITHOUT_TENSORS: set[type] = {torch.Size}
+def split(record: tuple) -> tuple[list[Tensor], Rest]:
+    """Return the tensors of a record, those within its records and tuples included, and the
+    rest."""
+    layouts = _layouts.setdefault(type(record), [])
+    for layout in layouts:
+        try:
+            tensors, values, records = layout.take_apart(record)
+        except (TypeError, ValueError):  # a record is not there, or has another length
+            continue
+        if layout.types == [*map(type, tensors + values + records)]:
+            return list(tensors), Rest(layout, values)
+    layouts.append(_Layout(record))
+    return split(record)
 
 
-def split(record: Record) -> tuple[list[Tensor], Record]:
-    """Return the tensors of a record, those within its records and tuples included, and the record
-    with TENSOR in their places."""
-    tensors: list[Tensor] = []
-    return tensors, _without(record, tensors)
-
-
-def _without(record: Any, tensors: list[Tensor]) -> Any:
-    """Append a record's tensors to these, and return it without them."""
-    values = []
-    for one in record:
-        if isinstance(one, Tensor):
-            tensors.append(one)
-            one = TENSOR
-        elif isinstance(one, tuple) and type(one) not in WITHOUT_TENSORS:
-            one = _without(one, tensors)
-        values.append(one)
-    return tuple.__new__(type(record), values)  # half of _make's time
-
-
-def join(rest: Record, tensors: Any) -> Record:
+def join(rest: Rest, tensors: Sequence[Tensor]) -> Any:
     """Return the record that `split` took apart, with these tensors."""
-    left: Iterator[Tensor] = iter(tensors)
-    joined = _with(rest, left)
-    assert next(left, None) is None
-    return joined
+    return rest.layout.put_together(tensors, rest.values)
 
 
-def _with(rest: Any, left: Iterator[Tensor]) -> Any:
-    values = []
-    for one in rest:
-        if one is TENSOR:
-            one = next(left)
-        elif isinstance(one, tuple) and type(one) not in WITHOUT_TENSORS:
-            one = _with(one, left)
-        values.append(one)
-    return tuple.__new__(type(rest), values)
+class _Layout:
+    """Takes records of one layout apart and puts them together again.
+
+    Python unpacks nested tuples faster than a loop goes through their values. So we write down both
+    functions for a layout and compile them once, as `namedtuple` does.
+    """
+
+    def __init__(self, record: tuple):
+        tensors: list[str] = []
+        values: list[str] = []
+        unpacked: dict[str, tuple] = {}
+        known: dict[str, Any] = {"new": tuple.__new__}  # half of _make's time
+
+        def visit(one: Any, name: str) -> str:
+            """Name everything in it. Return the expression that makes it again."""
+            if not isinstance(one, tuple) or isinstance(one, torch.Size):
+                (tensors if isinstance(one, Tensor) else values).append(name)
+                return name
+            unpacked[name] = parts = tuple(f"{name}_{i}" for i in range(len(one)))
+            known[f"type_of_{name}"] = type(one)
+            return f"new(type_of_{name}, {_row(map(visit, one, parts))})"
+
+        whole = visit(record, "r")
+        lines = "; ".join(f"{_row(parts)} = {name}" for name, parts in unpacked.items())
+        exec(
+            f"""
+def take_apart(r):
+    {lines}
+    return {_row(tensors)}, {_row(values)}, {_row(unpacked)}
+def put_together(tensors, values):
+    {_row(tensors)} = tensors; {_row(values)} = values
+    return {whole}
+""",
+            known,
+        )
+        self.take_apart, self.put_together = known["take_apart"], known["put_together"]
+        self.types = [type(one) for some in self.take_apart(record) for one in some]
+
+
+# By a record's type. There are several where values differ in type, as one that may be None.
+_layouts: dict[type, list[_Layout]] = {}
+
+
+def _row(names: Iterable[str]) -> str:
+    return f"({''.join(f'{name}, ' for name in names)})"

@@ -6,7 +6,7 @@ A training step makes the same few hundred launches again and again. `launch` re
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,17 +14,24 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Compiled kernels by launch. Keys hold exact integers, except those that count tokens: our kernels
-# do not specialise these. When there are too many we forget all of them and ask Triton again, which
-# forgets none.
-_compiled: dict[tuple, Any] = {}
+# Compiled kernels to keep for launches of one kind. When there are too many we forget all of them
+# and ask Triton again, which forgets none.
 MAX_COMPILED = 4096
 
-# The positions of the integers that count tokens, by the kernel's id: Triton takes a microsecond to
-# hash a kernel. Holding the kernel keeps its id its own.
-_counts: dict[int, tuple[Any, frozenset[int]]] = {}
-
 ALIGNMENT = 16  # bytes: Triton compiles for addresses that are multiples of it
+
+
+class _Kind(NamedTuple):
+    """Launches of one kernel with arguments of the same types."""
+
+    kernel: Any  # held, so that its id stays its own
+    tensors: list[int]  # the positions of tensors
+    counts: list[int]  # and of integers that count tokens: our kernels do not specialise these
+    compiled: dict[tuple, Any] | None  # by what is left of a launch; None: there are tuples
+
+
+# By the kernel's id, which Triton takes a microsecond to hash, and types: 2 == 2.0 and 1 == True.
+_kinds: dict[tuple, _Kind] = {}
 
 
 def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
@@ -33,28 +40,25 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     `arguments` are all of the kernel's, in its order. `options` are Triton's num_warps, num_stages,
     maxnreg and enable_fp_fusion.
     """
-    first = arguments[0]
-    if not first.is_cuda or torch.compiler.is_compiling():
-        with on_device_of(first):
-            launch_by_triton(kernel, grid, *arguments, **options)
-        return
-    device = first.get_device()
-    if device != torch.cuda.current_device():
+    device = arguments[0].get_device()  # -1: the CPU
+    if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, grid, *arguments, **options)
         return
-    known = _known_as(kernel, device, arguments, options)
+    known = None
+    if device >= 0 and not torch.compiler.is_compiling():
+        known = _known_as(kernel, device, arguments, options)
     if known is None:
         launch_by_triton(kernel, grid, *arguments, **options)
         return
-    key, given = known
-    compiled = _compiled.get(key)
+    all_compiled, key, given = known
+    compiled = all_compiled.get(key)
     if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*given)
         return
-    if len(_compiled) >= MAX_COMPILED:
-        _compiled.clear()
-    _compiled[key] = launch_by_triton(kernel, grid, *arguments, **options)
+    if len(all_compiled) >= MAX_COMPILED:
+        all_compiled.clear()
+    all_compiled[key] = launch_by_triton(kernel, grid, *arguments, **options)
 
 
 def launch_by_triton(
@@ -74,32 +78,38 @@ def launch_by_triton(
 
 def _known_as(
     kernel, device: int, arguments: tuple, options: dict[str, Any]
-) -> tuple[tuple, list[Any]] | None:
-    """Return (key, arguments with addresses for tensors), or None if it cannot be remembered.
+) -> tuple[dict[tuple, Any], tuple, list[Any]] | None:
+    """Return (compiled kernels, the key of this one, arguments with addresses for tensors), or None
+    if it cannot be remembered.
 
     It can if all tensors are aligned, on the device and in no tuple. A compiled kernel would ask
     CUDA about each tensor, but takes an address as it is.
     """
-    if id(kernel) not in _counts:
-        places = frozenset(param.num for param in kernel.params if param.do_not_specialize)
-        _counts[id(kernel)] = kernel, places
-    counts = _counts[id(kernel)][1]
-    key: list[Any] = [id(kernel), device, *options.items()]
-    given = list(arguments)
-    for place, argument in enumerate(arguments):
-        if type(argument) is int:
-            # Triton passes one that is not specialised in 32 bits if it fits
-            key.append(argument >> 31 if place in counts else argument)
-        elif isinstance(argument, Tensor):
-            given[place] = address = argument.data_ptr()
-            if address % ALIGNMENT or argument.get_device() != device:
-                return None
-            key.append(argument.dtype)
-        elif isinstance(argument, tuple):
+    types = tuple([id(kernel), *map(type, arguments)])
+    kind = _kinds.get(types)
+    if kind is None:
+        kind = _kinds[types] = _kind_of(kernel, arguments)
+    if kind.compiled is None:
+        return None
+    given, key = list(arguments), [*arguments, device, *options, *options.values()]
+    for place in kind.tensors:
+        tensor = given[place]
+        given[place] = address = tensor.data_ptr()
+        key[place] = tensor.dtype
+        if address % ALIGNMENT or tensor.get_device() != device:
             return None
-        else:
-            key.append((type(argument), argument))  # 2 == 2.0 and 1 == True
-    return tuple(key), given
+    for place in kind.counts:
+        key[place] >>= 31  # Triton passes them in 32 bits if they fit
+    return kind.compiled, tuple(key), given
+
+
+def _kind_of(kernel, arguments: tuple) -> _Kind:
+    every = list(enumerate(arguments))
+    tensors = [place for place, one in every if isinstance(one, Tensor)]
+    unspecialised = {param.num for param in kernel.params if param.do_not_specialize}
+    counts = [place for place, one in every if place in unspecialised and type(one) is int]
+    has_tuples = any(isinstance(one, tuple) for one in arguments)
+    return _Kind(kernel, tensors, counts, None if has_tuples else {})
 
 
 def check_runnable(name: str, kernel, tensor: Tensor) -> None:

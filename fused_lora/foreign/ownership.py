@@ -35,7 +35,8 @@ class Owner:
 
     parts: those the module runs fused. told, reported: reasons not to repeat (`aside.py`).
     memories: for weights in 4 bits (`weights/four_bit_parts.py`). borders: of a whole layer
-    (`weights/borders.py`). trl_head: TRL's, which it answers for.
+    (`weights/borders.py`). trl_head: TRL's, which it answers for. readings: the last ones of the
+    module (`reading/unchanged.py`).
     """
 
     def __init__(self, module: nn.Module, parts: frozenset[str]):
@@ -46,6 +47,7 @@ class Owner:
         self.reported: set[str] = set()  # for this module, by the report of `fuse`
         self.memories: Any = None  # one for a model
         self.borders: Any = None
+        self.readings: Any = None
 
     @property
     def module(self) -> Any:

@@ -15,6 +15,7 @@ from ..foreign.parallel import FLATTENED, is_dtensor, may_shard_later
 from ..foreign.versions import CACHE, by_name, class_forward
 from ..kernels.rows import Handover
 from ..layer.attention_block import AttentionBlock
+from ..layer.buffer import WeightGroup
 from ..layer.decoder_layer import DecoderLayer
 from ..layer.mixer_block import MixerBlock
 from ..layer.mlp_block import MLPBlock
@@ -22,10 +23,11 @@ from ..layer.operands import Block
 from ..layer.residual import Norm
 from ..layer.scratch import Scratches
 from ..layer.shards import Gathering
+from ..reading import unchanged
 from ..reading.aside import say_once
 from ..reading.known import known_form, layer_form
 from ..reading.projection import Projection, bias_of, seed_for, trains_bias
-from ..reading.refusal import attempt
+from ..reading.refusal import attempt, refuse
 from ..reading.site import KERNELS_WANT_A_GPU
 from ..rerun import once, saving_last
 from ..weights.borders import Border, borders_of
@@ -49,11 +51,9 @@ def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inp
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
     call = by_name(layer, inputs) | options
     # a recompute computes what the forward did: nothing is read again
-    reads, reason = once(
-        lambda: attempt(reading.read_call, layer, hidden_states, call), is_small=True
-    )
+    found, reason = once(lambda: attempt(_read_call, layer, hidden_states, call), is_small=True)
     if not reason:
-        return _run(layer, reads, hidden_states, call)
+        return _run(layer, found, hidden_states, call)
     # inference may be called in any way, with a cache for example
     if torch.is_grad_enabled():
         say_once(layer, reason)
@@ -66,52 +66,93 @@ def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inp
     return class_forward(layer, hidden_states, **call)
 
 
-class Operands(NamedTuple):
-    """The operands of a layer, as they are in every call."""
+class LayerOperands(NamedTuple):
+    """The operands that are the same in every call while the layer does not change."""
 
-    trained: tuple[Tensor | None, ...]  # by its blocks
-    mixing: AttentionBlock | Block  # a Block for a mixer
+    trained: tuple[Tensor | None, ...]  # by the blocks
+    mixing: AttentionBlock | MixerBlock
     mlp: MLPBlock
+    norms_dtype: torch.dtype
+    weights_dtype: torch.dtype
+    # projections that the trained ones are computed from, in every call and in its recompute as
+    # well: autograd has to see an adapter's bias scaled, or the B of several projections split
+    computed_from: tuple[tuple[Projection, ...], ...] = ()
 
 
-def _run(layer: Any, reads: list[list[Projection]], hidden: Tensor, call: dict[str, Any]) -> Tensor:
-    if any(read.lora_bias is not None for group in reads for read in group):
-        # autograd has to see it scaled in the recompute as well
-        operands = operands_of(layer, reads)
-    else:
-        operands = Operands(*once(lambda: operands_of(layer, reads), is_small=True))
-    trained, mixing, mlp = operands
-    first, second = mixing if isinstance(mixing, Block) else mixing.block, mlp.block
+def _read_call(layer: Any, hidden: Tensor, call: dict[str, Any]) -> LayerOperands:
+    """Return a layer's operands. Raises a Refusal if it cannot run as one in this call."""
+    refuse(reading.why_not_call(layer, call))
+
+    def read() -> LayerOperands:
+        reads = reading.read_whole(layer)
+        refuse(reading.why_not_hidden(hidden, reading.dtype_of(layer), reads[0][0].weight.dtype))
+        return read_operands(layer, reads)
+
+    found = unchanged.result(layer, read, _without_buffers, _with_buffers)
+    refuse(reading.why_not_hidden(hidden, found.norms_dtype, found.weights_dtype))
+    return found
+
+
+def _without_buffers(found: LayerOperands) -> LayerOperands:
+    """Return operands to keep until the next call: a buffer is freed once weights have left it."""
+    if found.computed_from:
+        found = found._replace(trained=())
+    first, second = found.mixing.block, found.mlp.block
+    return _with(found, *(group.layout for group in (*first.groups, *second.groups)))
+
+
+def _with_buffers(kept: LayerOperands) -> LayerOperands | None:
+    first, second = kept.mixing.block, kept.mlp.block
+    borders: Any = first.filling
+    buffers = borders.again()
+    if buffers is None:
+        return None
+    layouts: Any = *first.groups, *second.groups
+    return _with(kept, *map(WeightGroup, buffers, layouts))
+
+
+def _with(found: LayerOperands, qkv: Any, o: Any, gate_up: Any, down: Any) -> LayerOperands:
+    mixing, mlp = found.mixing, found.mlp
+    first = mixing.block._replace(inputs=qkv, output=o)
+    second = mlp.block._replace(inputs=gate_up, output=down)
+    return found._replace(mixing=mixing._replace(block=first), mlp=mlp._replace(block=second))
+
+
+def _run(layer: Any, operands: LayerOperands, hidden: Tensor, call: dict[str, Any]) -> Tensor:
+    trained, mixing, mlp, *_, computed_from = operands
+    first, second = mixing.block, mlp.block
+    if computed_from:
+        parts, _ = reading.parts_and_ranks(layer, computed_from)
+        trained = *_trained(parts[:2], first), *_trained(parts[2:], second)
     seed = seed_for(hidden, *first.dropout_rates, *second.dropout_rates)
     if seed is not None:
         first, second = first._replace(seed=seed), second._replace(seed=seed)
     mask = call.get("attention_mask")
     found = gate = None
-    block: AttentionBlock | MixerBlock
-    if isinstance(mixing, Block):
+    if isinstance(mixing, MixerBlock):
         options = {name: one for name, one in call.items() if name not in NOT_THE_MIXERS}
         before = 2 * len(first.inputs.out_features)  # A and B of each in-projection
-        hidden, found, gate, block = run_mixer(
+        hidden, found, gate, mixing = run_mixer(
             layer, hidden, mask, trained[:before], first, options
         )
         trained = trained[before:]
     else:
         attention = layer.self_attn
         cos, sin = call["position_embeddings"] if rotates(attention) else (None, None)
-        block = mixing._replace(
+        mixing = mixing._replace(
             block=first, positions=hidden.shape[1], cos=cos, sin=sin, mask=mask,
             q_scale=q_scale_of(attention, call), window=window_beside(attention, mask),
         )  # fmt: skip
 
     def run(output_needed: bool) -> Tensor:
-        blocks = block, mlp._replace(block=second, output_needed=output_needed)
+        blocks = mixing, mlp._replace(block=second, output_needed=output_needed)
         return DecoderLayer.apply(hidden, found, gate, *trained, blocks)
 
     return finished(layer, saving_last(run), call.get("per_layer_input"))
 
 
-def operands_of(layer: Any, reads: list[list[Projection]]) -> Operands:
-    """Return the operands that are the same in every call."""
+def read_operands(layer: Any, reads: list[list[Projection]]) -> LayerOperands:
+    """Return a layer's operands, whose weights are in buffers then."""
     borders = borders_of(layer)
     assert borders is not None
     parts, ranks = reading.parts_and_ranks(layer, reads)
@@ -126,27 +167,28 @@ def operands_of(layer: Any, reads: list[list[Projection]]) -> Operands:
         else None
         for name in reading.names_of_norms(form)
     )
-    mixing_reads, mlp_reads = [*parts[0], *parts[1]], [*parts[2], *parts[3]]
-    its, others = (
-        _tensors_of(mixing_reads),
-        _others(mixing_reads, before_attention, after_attention),
-    )
-    mixing = Block(
+    # the layer before has a down like this one
+    first = Block(
         before_attention, qkv, o, borders, after_attention, multiplier,
-        columns_before=down.grad_columns,  # the layer before has a down like this one
-        dropout_rates=_rates_of(mixing_reads), trains_others=bool(others),
+        columns_before=down.grad_columns,
     )  # fmt: skip
-    mlps, mlp_others = _tensors_of(mlp_reads), _others(mlp_reads, before_mlp, after_mlp)
-    mlp = Block(
-        before_mlp, gate_up, down, borders, after_mlp, multiplier,
-        dropout_rates=_rates_of(mlp_reads), masks_before=len(mixing_reads),
-        trains_others=bool(mlp_others),
-    )  # fmt: skip
-    return Operands(
-        (*its, *others, *mlps, *mlp_others),
-        mixing if has_mixer(layer) else _attention_block(layer, mixing),
-        MLPBlock(mlp, activation_of(reading.mlp_of(layer))),
+    masks_before = sum(map(len, parts[:2]))
+    second = Block(
+        before_mlp, gate_up, down, borders, after_mlp, multiplier, masks_before=masks_before
     )
+    (mixing_trains, first), (mlp_trains, second) = (
+        _with_reads(parts[:2], first),
+        _with_reads(parts[2:], second),
+    )
+    is_split = sum(map(len, parts)) > sum(map(len, reads))
+    is_computed = is_split or any(read.lora_bias is not None for one in reads for read in one)
+    return LayerOperands(
+        (*mixing_trains, *mlp_trains),
+        MixerBlock(first) if has_mixer(layer) else _attention_block(layer, first),
+        MLPBlock(second, activation_of(reading.mlp_of(layer))),
+        reading.dtype_of(layer), reads[0][0].weight.dtype,
+        tuple(map(tuple, reads)) if is_computed else (),
+    )  # fmt: skip
 
 
 def _attention_block(layer: Any, block: Block) -> AttentionBlock:
@@ -159,20 +201,26 @@ def _attention_block(layer: Any, block: Block) -> AttentionBlock:
     )  # fmt: skip
 
 
-def _rates_of(reads: Sequence[Projection]) -> tuple[float | None, ...]:
-    return tuple(read.dropout for read in reads)
+def _with_reads(
+    parts: Sequence[Sequence[Projection]], block: Block
+) -> tuple[tuple[Tensor | None, ...], Block]:
+    """Return what a block trains, and the block with all else that its projections say."""
+    trained = _trained(parts, block)
+    rates = tuple(read.dropout for group in parts for read in group)
+    return trained, block._replace(dropout_rates=rates, trains_others=len(trained) > 2 * len(rates))
 
 
-def _tensors_of(reads: Sequence[Projection]) -> list[Tensor]:
-    return [tensor for read in reads for tensor in (read.A, read.B)]
-
-
-def _others(reads: Sequence[Projection], *norms: Norm | None) -> list[Tensor | None]:
-    """Return the biases and norms that are trained beside the adapters, if any."""
-    trained = [norm.weight if norm and norm.weight.requires_grad else None for norm in norms]
+def _trained(parts: Sequence[Sequence[Projection]], block: Block) -> tuple[Tensor | None, ...]:
+    """Return the tensors that a block trains, as `Trained` has them."""
+    reads = [read for group in parts for read in group]
+    adapters = [tensor for read in reads for tensor in (read.A, read.B)]
+    norms = [
+        norm.weight if norm and norm.weight.requires_grad else None
+        for norm in (block.norm, block.norm_after)
+    ]
     biases = [bias_of(read) if any(map(trains_bias, reads)) else None for read in reads]
-    others = [*biases, *trained]
-    return [] if all(other is None for other in others) else others
+    others = [*biases, *norms]
+    return *adapters, *([] if all(other is None for other in others) else others)
 
 
 # --- when `fuse` is called ------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Reading a decoder layer for the switch `layer`: its projections by buffer and its norms, as they
 are now, or why it cannot run as one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,24 +40,31 @@ def is_flattened_in(layer: Any) -> bool:
     return is_in_fsdp(layer) and any(map(is_flattened, base_layers(layer)))
 
 
-def read_call(layer: Any, hidden: Tensor, call: dict[str, Any]) -> list[list[Projection]]:
-    """Run `read_whole` for a call with this input and these arguments."""
+def why_not_call(layer: Any, call: dict[str, Any]) -> str | None:
+    """Return the reason if a layer cannot run as one in a call with these arguments."""
     mask = call.get("attention_mask")
-    refuse(why_not_inputs(mask, call.get(CACHE), call))
+    if (reason := why_not_inputs(mask, call.get(CACHE), call)) is not None:
+        return reason
     if has_mixer(layer):
         if mask is not None and mask.ndim != 2:
-            raise Refusal(f"its attention_mask is {list(mask.shape)}, should be [batch, positions]")
+            return f"its attention_mask is {list(mask.shape)}, should be [batch, positions]"
     elif call.get("position_embeddings") is None:
-        raise Refusal("it was given no position_embeddings")
-    reads = read_whole(layer)
-    dtype, computed, stored = dtype_of(layer), compute_dtype(hidden), reads[0][0].weight.dtype
-    weights = stored if stored in DTYPES else dtype  # codes are not computed with
-    if hidden.dtype != dtype or computed != weights:
-        raise Refusal(
-            f"its weights are {weights}, input {hidden.dtype}, computation {computed}: "
-            "give all one dtype"
-        )
-    return reads
+        return "it was given no position_embeddings"
+    return None
+
+
+def why_not_hidden(hidden: Tensor, norms: torch.dtype, weights: torch.dtype) -> str | None:
+    """Return the reason if a layer whose norms and weights have these dtypes cannot run as one on
+    this input."""
+    computed = compute_dtype(hidden)
+    if weights not in DTYPES:  # codes are not computed with
+        weights = norms
+    if hidden.dtype == norms and computed == weights:
+        return None
+    return (
+        f"its weights are {weights}, input {hidden.dtype}, computation {computed}: "
+        "give all one dtype"
+    )
 
 
 def read_whole(layer: Any, asked: type[Border] | None = None) -> list[list[Projection]]:
@@ -194,10 +201,10 @@ def mlp_of(layer: Any) -> Any:
 
 
 def parts_and_ranks(
-    layer: Any, reads: list[list[Projection]]
+    layer: Any, reads: Sequence[Sequence[Projection]]
 ) -> tuple[list[list[Projection]], list[list[int]]]:
     """Return the projections by buffer, and the largest rank of each one's adapters."""
-    qkv, o, gate_up, down = reads
+    qkv, o, gate_up, down = map(list, reads)
     parts = [
         qkv if has_mixer(layer) else split_qkv(layer.self_attn, qkv),
         o,

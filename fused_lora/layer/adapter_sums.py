@@ -6,7 +6,6 @@ them in the same pass: `new_swiglu_gradients`.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,20 +34,17 @@ class AdapterSums:
         x: what the projections read, or its codes; p then has been multiplied by their scales. p
         may be None if no A needs a gradient.
         """
-        gradients: list[Tensor | None] = []
+        gradients: list[Tensor | None] = [None] * len(adapters)
+        if p is None:
+            return gradients
         products = []
-        for i, (adapter, need, first) in enumerate(
-            zip(adapters, needed, _starts(group.blocks), strict=True)
-        ):
-            if not need.A:
-                gradients.append(None)
-                continue
-            assert p is not None
-            rank = adapter.A.shape[0]
-            gradient = x.new_empty(rank, x.shape[1], dtype=adapter.A.dtype)
-            mask = None if dropout is None else dropout.masks[i]
-            products.append(Product(p[:, first : first + rank], gradient.t(), mask=mask))
-            gradients.append(gradient)
+        parts = zip(adapters, needed, group.by_block(p), strict=True)
+        for i, (adapter, need, factor) in enumerate(parts):
+            if need.A:
+                rank = adapter.A.shape[0]
+                gradients[i] = gradient = x.new_empty(rank, x.shape[1], dtype=adapter.A.dtype)
+                mask = None if dropout is None else dropout.masks[i]
+                products.append(Product(_columns(factor, rank), gradient.t(), mask=mask))
         if products:
             self._sums.append((x, products))
         return gradients
@@ -59,19 +55,16 @@ class AdapterSums:
     ) -> list[Tensor | None]:  # fmt: skip
         """Return new tensors for the gradients of each B, ``s * (grad.t() @ z)``, None where not
         needed. grad: of the projections' outputs, in its first columns."""
-        gradients: list[Tensor | None] = []
+        gradients: list[Tensor | None] = [None] * len(adapters)
         parts = zip(
-            adapters, needed, group.by_projection(grad), _starts(group.blocks), group.scalings,
+            adapters, needed, group.by_projection(grad), group.by_block(z), group.scalings,
             strict=True,
         )  # fmt: skip
-        for adapter, need, part, first, scaling in parts:
-            if not need.B:
-                gradients.append(None)
-                continue
-            rank = adapter.A.shape[0]
-            gradient = grad.new_empty(part.shape[1], rank, dtype=adapter.B.dtype)
-            self._sums.append((part, [Product(z[:, first : first + rank], gradient, scaling)]))
-            gradients.append(gradient)
+        for i, (adapter, need, part, factor, scaling) in enumerate(parts):
+            if need.B:
+                rank = adapter.A.shape[0]
+                gradients[i] = gradient = grad.new_empty(part.shape[1], rank, dtype=adapter.B.dtype)
+                self._sums.append((part, [Product(_columns(factor, rank), gradient, scaling)]))
         return gradients
 
     def compute(self) -> None:
@@ -80,9 +73,9 @@ class AdapterSums:
         self._sums = []
 
 
-def _starts(blocks: Sequence[int]) -> list[int]:
-    """Return the first column of each projection in a border."""
-    return list(accumulate(blocks, initial=0))[: len(blocks)]
+def _columns(factor: Tensor, rank: int) -> Tensor:
+    """Return the columns of its block that an adapter has."""
+    return factor if factor.shape[1] == rank else factor[:, :rank]
 
 
 class SwiGLUGradients(NamedTuple):
@@ -113,7 +106,7 @@ def new_swiglu_gradients(
         down_product = Product(p[:, :rank], down_A.t(), mask=mask_of_one(dropout))
     products: list[Product | None] = []
     for adapter, need, first, scaling in zip(
-        adapters, needed, _starts(group.blocks), group.scalings, strict=True
+        adapters, needed, group.starts, group.scalings, strict=True
     ):  # fmt: skip
         product = None
         if need.B:

@@ -46,7 +46,7 @@ from .block import (
     rows_for_output,
 )
 from .buffer import Dropout, Incoming
-from .operands import Block, Dropouts, Trained
+from .operands import Block, Dropouts
 
 
 class Attended(NamedTuple):
@@ -94,6 +94,7 @@ class AttentionBlock(NamedTuple):
     head_norms: HeadNorms | None = None  # of q, k and v; None: q and k are rotated as they are
     has_gate: bool = False  # q's projection gives a gate beside each head (`output_gate.py`)
     interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
+    sinks: Tensor | None = None  # [heads], one more score in each softmax, whose value is 0
 
     # --- of one call alone; none gets a gradient ---
 
@@ -125,7 +126,7 @@ class AttentionBlock(NamedTuple):
         """Return total, in output if that is given, and what backward needs."""
         block, inputs = self.block, self.block.inputs
         if output is None and not has_kept():
-            output = torch.empty_like(x)
+            output = torch.empty_like(x)  # not the last block
         # the norm also writes the copy of x that o adds to; a recompute may have kept the sum
         qkv, n, rstd = inputs.buffer.project_norm(
             x, block.norm, inputs.base_bias, dropouts.inputs,
@@ -173,14 +174,14 @@ class AttentionBlock(NamedTuple):
             before_gate, saved = attention_forward(qkv, self.mask, attention)
             a = gate_forward(before_gate, raw, before_gate.shape[1] // self.heads, out)
         else:
-            a, saved = attention_forward(qkv, self.mask, attention, out)
+            a, saved = attention_forward(qkv, self.mask, attention, out, self.sinks)
         left = add_output(self.block, x, a, extended, total, dropout)
         return Attended(left, total, saved, before_gate)
 
     def backward(
         self, run: BlockBackward, x: Tensor, saved: SavedAttention, gradient: Gradient,
         need_x: bool, before: BlockBackward | None,
-    ) -> tuple[Gradient | None, Trained]:  # fmt: skip
+    ) -> tuple[Gradient | None, tuple]:  # fmt: skip
         """Return the gradients of x, None if nothing needs it, and of what the block trains."""
         inputs, output, dropout = self.block.inputs, self.block.output, run.dropouts.output
         incoming = run.of_output(gradient, saved.left.normed)
@@ -193,7 +194,7 @@ class AttentionBlock(NamedTuple):
         grad_x, pn = run.of_input(
             Incoming(grad_qkv), gradient.total, x, saved.entered, need_x, before
         )
-        return grad_x, run.trained((*run.sum_inputs(saved.entered, pn, grad_qkv), o))
+        return grad_x, run.flat(*run.sum_inputs(saved.entered, pn, grad_qkv), o)
 
     def _attention_gradient(self, grad: Tensor, saved: SavedAttention, grad_qkv: Tensor) -> None:
         """Write the gradient of q, k and v (with a gate beside each head of q, if there are gates)

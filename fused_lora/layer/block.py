@@ -79,24 +79,24 @@ def rows_for_output(
 
 def adds_to_copy(block: Block, dropout: Dropout | None) -> bool:
     """Return True if the last matmul adds to a copy of the residual, which the norm has written."""
-    return block.norm_after is None and block.output.buffer.accumulates(dropout)
+    return block.adds and block.norm_after is None and block.output.buffer.accumulates(dropout)
 
 
 def add_output(
     block: Block, x: Tensor, a: Tensor, extended: Tensor | None, total: Tensor,
     dropout: Dropout | None,
 ) -> Left:  # fmt: skip
-    """Make total the residual x plus the last projection of a. Where that `adds_to_copy`, total
-    holds x already. extended: as `Buffer` has it."""
+    """Make total the residual x plus the last projection of a, or that alone. Where it
+    `adds_to_copy`, total holds x already. extended: as `Buffer` has it."""
     output = block.output
 
-    def add(residual: Tensor, total: Tensor) -> Tensor:
+    def add(residual: Tensor | None, total: Tensor) -> Tensor:
         return output.buffer.add_projected(
             a, extended, residual, total, output.base_bias, block.multiplier, dropout
         )
 
     if block.norm_after is None:
-        return Left(a, add(x, total), None)
+        return Left(a, add(x if block.adds else None, total), None)
     projected = torch.zeros_like(x)
     z = add(projected, projected)
     return Left(a, z, add_norm_of(x, projected, block.norm_after, total))
@@ -123,17 +123,20 @@ class BlockBackward:
 
     def __init__(
         self, block: Block, dropouts: Dropouts, adapters: Sequence[Adapter], needed: Trained,
-        kinds: Kinds, sums: AdapterSums,
+        kinds: Kinds | None, sums: AdapterSums,
     ):  # fmt: skip
         self.block, self.dropouts, self.sums = block, dropouts, sums
         *self.adapters, self.last_adapter = adapters
         *self.need, self.need_last = needed.adapters
         self.mixer_grads: tuple[Tensor | None, ...] = (None, None)  # of a mixer's result and gate
-        like = block.output.A
-        pairs = zip(kinds.biases, needed.biases, strict=True)
-        *self.bias_grads, self.last_bias_grad = [_new(like, *pair) for pair in pairs]
-        self.norm_grad = _new(like, kinds.norm, needed.norm)
-        self.norm_after_grad = _new(like, kinds.norm_after, needed.norm_after)
+        self.bias_grads: list[Tensor | None] = []
+        self.last_bias_grad = self.norm_grad = self.norm_after_grad = None
+        if kinds is not None:
+            like = block.output.A
+            pairs = zip(kinds.biases, needed.biases, strict=True)
+            *self.bias_grads, self.last_bias_grad = [_new(like, *pair) for pair in pairs]
+            self.norm_grad = _new(like, kinds.norm, needed.norm)
+            self.norm_after_grad = _new(like, kinds.norm_after, needed.norm_after)
 
     def of_output(self, gradient: Gradient, normed: Normed | None) -> Incoming:
         """Return the gradient of what the last projection gave."""
@@ -148,8 +151,9 @@ class BlockBackward:
             rows = empty_rows(like, len(total), columns)
             rows[:, : total.shape[1]].copy_(total)
             incoming = Incoming(rows)
-        assert incoming.rows is not None
-        block.output.sum_biases(incoming.rows, (self.last_bias_grad,))
+        if self.last_bias_grad is not None:
+            assert incoming.rows is not None
+            block.output.sum_biases(incoming.rows, (self.last_bias_grad,))
         return incoming
 
     def sum_output(
@@ -170,7 +174,8 @@ class BlockBackward:
         for what nothing needs. grad_residual: of x beside the block. before: who takes it next."""
         block, (n, rstd, mask), norm_grad = self.block, entered, self.norm_grad
         group = block.inputs
-        if incoming.rows is not None:
+        if any(grad is not None for grad in self.bias_grads):
+            assert incoming.rows is not None
             group.sum_biases(incoming.rows, self.bias_grads)
         if not need_x and norm_grad is None:
             if not any(need.A for need in self.need):
@@ -180,6 +185,8 @@ class BlockBackward:
         grad_n, p = group.buffer.gradient(incoming, n.scales, self.dropouts.inputs)
         if mask is not None:
             grad_n.mul_(mask)
+        if not block.adds:
+            return Gradient(grad_n, None), p
         if before is not None:
             is_read = before.block.adds_directly and before.dropouts.output is None
             return Gradient(*before.block.output.buffer.norm_backward(
@@ -203,10 +210,10 @@ class BlockBackward:
             self.block.inputs, self.adapters, self.need, entered.n.x, p, self.dropouts.inputs
         )
 
-    def trained(self, adapters: Sequence[Adapter]) -> Trained:
-        """Return the gradients of all that the block trains."""
-        biases = [*self.bias_grads, self.last_bias_grad]
-        return Trained(tuple(adapters), biases, self.norm_grad, self.norm_after_grad)
+    def flat(self, *adapters: Adapter) -> tuple:
+        """Return the gradients of all that the block trains, as `Trained` has them."""
+        biases = [*self.bias_grads, self.last_bias_grad] if self.block.trains_others else ()
+        return Trained(adapters, biases, self.norm_grad, self.norm_after_grad).flat()
 
 
 def handed_over(filling: Filling, gradient: Gradient | None, like: Tensor) -> Tensor | None:
@@ -216,7 +223,7 @@ def handed_over(filling: Filling, gradient: Gradient | None, like: Tensor) -> Te
         return None
     if gradient.incoming is not None and gradient.incoming.rows is not None:
         filling.handover.offer(gradient.incoming.rows)
-    return gradient.total.view(like.shape)
+    return gradient.total.view(like.shape).to(like.dtype)
 
 
 def _new(like: Tensor, kind: Kind | None, need: bool | None) -> Tensor | None:

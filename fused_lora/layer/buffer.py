@@ -23,6 +23,7 @@ With dropout, separate kernels compute every projection's z and p A from masked 
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,6 @@ from ..kernels.residual import extend_rows
 from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
 from ..kernels.swiglu_products_forward import swiglu_forward_product
-from ..rerun import WITHOUT_TENSORS
 from .residual import Norm, apply_norm, norm_backward
 from .shards import Shard
 
@@ -111,14 +111,14 @@ class Buffer:
         return True
 
     def add_projected(
-        self, x: Tensor, extended: Tensor | None, residual: Tensor, total: Tensor,
+        self, x: Tensor, extended: Tensor | None, residual: Tensor | None, total: Tensor,
         bias: Tensor | None, multiplier: float, dropout: Dropout | None,
     ) -> Tensor:  # fmt: skip
         """Make total residual + multiplier (x W' + bias + adapters); return z, new.
 
-        residual: not read if `accumulates`: total then holds it already. extended: rows for
-        [x | z]; x may be their first columns. None: allocate them if needed. One matmul adds and
-        rounds once. A bias rounds once more.
+        residual: not read if `accumulates`: total then holds it already. None: 0. extended: rows
+        for [x | z]; x may be their first columns. None: allocate them if needed. One matmul adds
+        and rounds once. A bias rounds once more.
         """
         z = x.new_empty(x.shape[0], self.A.shape[0])
         if extended is None:
@@ -131,7 +131,7 @@ class Buffer:
             if first.data_ptr() != x.data_ptr():
                 first.copy_(x)
             rest.copy_(z)
-        self.add_product(total, extended, multiplier)
+        self.add_product(total, extended, multiplier, adds=residual is not None)
         if bias is not None:
             total.add_(bias, alpha=multiplier)
         return z
@@ -221,11 +221,13 @@ class Buffer:
         weight = self.matrix[: self.sB.shape[0]].t()
         return extended @ weight if bias is None else torch.addmm(bias, extended, weight)
 
-    def add_product(self, total: Tensor, extended: Tensor, multiplier: float) -> None:
-        """Add multiplier [x | z] M[:out]' to total."""
+    def add_product(
+        self, total: Tensor, extended: Tensor, multiplier: float, adds: bool = True
+    ) -> None:
+        """Add multiplier [x | z] M[:out]' to total, or write it there."""
         weight = self.matrix[: self.sB.shape[0]].t()
-        if total.dtype == extended.dtype:
-            total.addmm_(extended, weight, alpha=multiplier)
+        if total.dtype == extended.dtype:  # beta = 0 ignores what total holds
+            total.addmm_(extended, weight, alpha=multiplier, beta=float(adds))
         else:
             add_matmul_to_fp32(total, extended, weight, multiplier)
 
@@ -259,50 +261,44 @@ class PlacedWeight:
         raise NotImplementedError
 
 
-class WeightGroup(NamedTuple):
-    """One buffer and how it is laid out: what its products need and do not train."""
+class GroupLayout(NamedTuple):
+    """The layout of a buffer with its projections."""
 
-    buffer: Buffer
     in_features: int
-    out_features: tuple[int, ...]  # of each projection; out is their sum
-    blocks: tuple[int, ...]  # columns of the border for each; width is their sum, rounded up
+    out_features: tuple[int, ...]  # of each projection
+    blocks: tuple[int, ...]  # columns of the border for each
     scalings: tuple[float, ...]
-    own_bias: Tensor | None = None  # replaces the buffer's, where one is trained
 
-    @property
-    def A(self) -> Tensor:
-        return self.buffer.A
 
-    @property
-    def sB(self) -> Tensor:
-        return self.buffer.sB
+class WeightGroup:
+    """One buffer and how it is laid out: what its products need and do not train.
 
-    @property
-    def bias(self) -> Tensor | None:
-        return self.buffer.bias if self.own_bias is None else self.own_bias
+    out: the sum of out_features. starts: where blocks begin. x_columns: of [x | z]. grad_columns:
+    of [dy | p]. own_bias: replaces the buffer's, where one is trained. base_bias: the bias without
+    what is beside it for z.
+    """
 
-    @property
-    def base_bias(self) -> Tensor | None:
-        """The bias without what is beside it for z."""
-        return None if self.bias is None else self.bias[: self.out]
+    def __init__(self, buffer: Buffer, layout: GroupLayout, own_bias: Tensor | None = None):
+        self.buffer, self.A, self.sB, self.layout = buffer, buffer.A, buffer.sB, layout
+        self.in_features, self.out_features, self.blocks, self.scalings = layout
+        self.out = sum(self.out_features)
+        self.starts = tuple(accumulate(self.blocks[:-1], initial=0))
+        self.own_bias = own_bias
+        width = self.A.shape[0]
+        self.x_columns, self.grad_columns = self.in_features + width, self.out + width
+        self.bias = buffer.bias if own_bias is None else own_bias
+        self.base_bias = None if self.bias is None else self.bias[: self.out]
 
-    @property
-    def out(self) -> int:
-        return sum(self.out_features)
-
-    @property
-    def x_columns(self) -> int:
-        """The columns of [x | z]."""
-        return self.in_features + self.A.shape[0]
-
-    @property
-    def grad_columns(self) -> int:
-        """The columns of [dy | p]."""
-        return self.out + self.A.shape[0]
+    def with_own_bias(self, own_bias: Tensor | None) -> "WeightGroup":
+        return WeightGroup(self.buffer, self.layout, own_bias)
 
     def by_projection(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the columns of each projection in its outputs, or in their gradient."""
         return rows[:, : self.out].split_with_sizes(self.out_features, 1)
+
+    def by_block(self, border: Tensor) -> tuple[Tensor, ...]:
+        """Return the columns of each projection in z, or in p."""
+        return border.split_with_sizes((*self.blocks, border.shape[1] - sum(self.blocks)), 1)[:-1]
 
     def sum_biases(self, rows: Tensor, grad_biases: Sequence[Tensor | None]) -> None:
         """Write the gradients of trained biases: each sums its projection's gradient, in the first
@@ -314,6 +310,3 @@ class WeightGroup(NamedTuple):
                 # bf16 sums in fp32, and is rounded to the dtype that is asked for
                 dtype = torch.promote_types(grad.dtype, grad_bias.dtype)
                 grad_bias.copy_(grad.sum(0, dtype=dtype))
-
-
-WITHOUT_TENSORS.add(WeightGroup)  # `Block.for_backward` leaves none

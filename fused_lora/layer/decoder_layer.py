@@ -42,7 +42,7 @@ class Saved(NamedTuple):
     saved: tuple[Any, ...]
     adapters: tuple[tuple[Adapter, ...], ...]
     dropouts: tuple[Dropouts, ...]
-    kinds: tuple[Kinds, ...]
+    kinds: tuple[Kinds | None, ...]  # of what else is trained; None: nothing
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -97,7 +97,8 @@ class DecoderLayer(torch.autograd.Function):
         if found is not None:
             blocks = blocks[0]._replace(found=found, gate=gate), *blocks[1:]
         every = list(_by_block(row, blocks))
-        blocks = tuple(map(_with_others, blocks, every))
+        if any(trained.biases for trained in every):
+            blocks = tuple(map(_with_others, blocks, every))
         check_input(NAME, hidden, blocks[0].block.inputs)
         for block, trained in zip(blocks, every, strict=True):
             check_block(_name_of(block), hidden, trained, block.block)
@@ -106,11 +107,15 @@ class DecoderLayer(torch.autograd.Function):
         filling, groups = _filled(blocks)
         filling.fill(groups, list(chain.from_iterable(adapters)))
         # not a view itself, or autograd would forbid to change it in place
-        output = hidden.new_empty(hidden.shape) if blocks[-1].output_needed else None
+        output = None
+        if blocks[-1].output_needed:
+            last = blocks[-1].block
+            dtype = hidden.dtype if last.adds else last.output.A.dtype
+            output = hidden.new_empty(*hidden.shape[:2], last.output.out, dtype=dtype)
         total, totals, all_saved, all_dropouts = as_rows(hidden), [], [], []
         for i, block in enumerate(blocks):
             is_last = i == len(blocks) - 1
-            target = output.view(total.shape) if is_last and output is not None else None
+            target = output.flatten(0, 1) if is_last and output is not None else None
             dropouts = draw_dropouts(NAME, block.block, len(total))
             total, saved = block.forward(total, target, dropouts)
             all_saved.append(saved)
@@ -128,7 +133,7 @@ class DecoderLayer(torch.autograd.Function):
         refuse_second_derivative(NAME, "the unfused layer")
         saved: Saved = restore(ctx)
         need_hidden, _, _, *row, _ = ctx.needs_input_grad
-        blocks, adapters = saved.blocks, saved.adapters
+        hidden, blocks, adapters = saved.hidden, saved.blocks, saved.adapters
         filling, groups = _filled(blocks)
         filling.refill(groups, list(chain.from_iterable(adapters)))
         sums = AdapterSums()
@@ -143,17 +148,18 @@ class DecoderLayer(torch.autograd.Function):
             ]  # fmt: skip
             rows = filling.handover.take(grad_output, blocks[-1].block.output.grad_columns)
             gradient = Gradient(as_rows(grad_output), None if rows is None else Incoming(rows))
-            first = None if saved.hidden is None else as_rows(saved.hidden)
+            first = None if hidden is None else as_rows(hidden)
             residuals, left = [first, *saved.totals], list(saved.saved)
             del saved  # what a block has saved can go once its backward is through
             for i in reversed(range(len(blocks))):
-                gradient, trained = blocks[i].backward(
+                gradient, its_gradients = blocks[i].backward(
                     runs[i], residuals.pop(), left.pop(), gradient, need_hidden or i > 0,
                     runs[i - 1] if i else None,
                 )  # fmt: skip
-                gradients[:0] = trained.flat(blocks[i].block.trains_others)
+                gradients[:0] = its_gradients
             sums.compute()
-        return handed_over(filling, gradient, grad_output), *runs[0].mixer_grads, *gradients, None
+        grad_hidden = handed_over(filling, gradient, grad_output if hidden is None else hidden)
+        return grad_hidden, *runs[0].mixer_grads, *gradients, None
 
 
 def _name_of(block: Any) -> str:
@@ -165,7 +171,12 @@ def _with_others(block: Any, trained: Trained) -> Any:
 
 
 def _for_backward(block: Any) -> Any:
-    return block._replace(block=block.block.for_backward())
+    """Return the block without the tensors that backward does not read."""
+    common = block.block
+    if common.seed is None and not common.trains_others:
+        return block
+    inputs, output = (one.with_own_bias(None) for one in (common.inputs, common.output))
+    return block._replace(block=common._replace(inputs=inputs, output=output, seed=None))
 
 
 def _by_block(values: Sequence, blocks: Blocks) -> Iterator[Trained]:
@@ -186,3 +197,14 @@ def _by_block(values: Sequence, blocks: Blocks) -> Iterator[Trained]:
 def _filled(blocks: Blocks) -> tuple[Filling, list[WeightGroup]]:
     """Return what fills the borders of these blocks, and their buffers."""
     return blocks[0].block.filling, [group for block in blocks for group in block.block.groups]
+
+
+class LoRA_Attention(DecoderLayer):
+    """``LoRA_Attention.apply(hidden, None, None, *trained, (block,))``: an attention alone, as an
+    AttentionBlock without norms that does not add.
+
+    Equivalent PyTorch, with the names of AttentionBlock::
+
+        hidden = hidden.to(compute_dtype)
+        output = o_proj(attention(q_proj(hidden), k_proj(hidden), v_proj(hidden)))
+    """

@@ -44,7 +44,6 @@ from .filling import Adapter, adapters_of
 from .operands import (
     Block,
     Dropouts,
-    Kinds,
     Trained,
     check_adapters,
     check_input,
@@ -52,7 +51,6 @@ from .operands import (
 )
 
 NAME = "BeforeMixer"
-NO_KINDS = Kinds((None,), None, None)  # trains neither norms nor biases
 
 
 class MixerEnds(Protocol):
@@ -145,7 +143,7 @@ class BeforeMixer(torch.autograd.Function):
             x, block.norm, group.base_bias, dropouts.inputs, None
         )
         entered = ends.enter(_parts(block, projected, hidden))
-        block = block.for_backward()
+        block = block._replace(seed=None)
         store(ctx, SavedBefore(
             hidden, mask, n, rstd, projected, ends, block, adapters, dropouts,
         ))  # fmt: skip
@@ -159,7 +157,7 @@ class BeforeMixer(torch.autograd.Function):
         need_hidden, _, *row, _, _ = ctx.needs_input_grad
         block, hidden, group = saved.block, saved.hidden, saved.block.inputs
         block.filling.refill((group,), saved.adapters)
-        needed, sums = Trained((*adapters_of(row), Adapter(False, False)), (None,)), AdapterSums()
+        needed, sums = Trained((*adapters_of(row), Adapter(False, False))), AdapterSums()
         with without_autocast(hidden):
             grad = empty_rows(group.A, len(saved.projected), group.grad_columns)
             parts, grad_parts = (_parts(block, one, hidden) for one in (saved.projected, grad))
@@ -167,7 +165,7 @@ class BeforeMixer(torch.autograd.Function):
             x = _masked_rows(hidden, saved.mask)
             entered = Entered(saved.n, saved.rstd, saved.mask)
             adapters = (*saved.adapters, Adapter(None, None))
-            run = BlockBackward(block, saved.dropouts, adapters, needed, NO_KINDS, sums)
+            run = BlockBackward(block, saved.dropouts, adapters, needed, None, sums)
             gradient, p = run.of_input(
                 Incoming(grad), as_rows(grad_residual), x, entered, need_hidden
             )
@@ -186,12 +184,12 @@ class MixerBlock(NamedTuple):
     """
 
     block: Block  # BeforeMixer's, which has_entered
-    ends: MixerEnds
 
-    # --- of one call alone; both get a gradient ---
+    # --- of one call alone ---
 
-    found: Any = None  # the mixer's result, in the buffers' dtype
-    gate: Any = None  # BeforeMixer's
+    ends: Any = None  # MixerEnds
+    found: Any = None  # the mixer's result, in the buffers' dtype; gets a gradient
+    gate: Any = None  # BeforeMixer's; gets a gradient
 
     @property
     def output_needed(self) -> bool:
@@ -222,14 +220,14 @@ class MixerBlock(NamedTuple):
     def backward(
         self, run: BlockBackward, x: Tensor | None, saved: SavedMixer, gradient: Gradient,
         need_x: bool, before: BlockBackward | None,
-    ) -> tuple[Gradient, Trained]:  # fmt: skip
+    ) -> tuple[Gradient, tuple]:  # fmt: skip
         """Return the gradients of x and of what the block trains."""
         dropout = run.dropouts.output
         incoming = run.of_output(gradient, saved.left.normed)
         grad_y, p = self.block.output.buffer.gradient(incoming, None, dropout)
         out_proj = run.sum_output(incoming, saved.left, p, dropout)
         run.mixer_grads = self.ends.leave_backward(grad_y, self.found, self.gate, saved.kept)
-        return Gradient(gradient.total, None), run.trained((out_proj,))
+        return Gradient(gradient.total, None), run.flat(out_proj)
 
 
 def _parts(block: Block, rows: Tensor, hidden: Tensor) -> list[Tensor]:

@@ -33,7 +33,7 @@ from .adapter_sums import new_swiglu_gradients
 from .block import BlockBackward, Entered, Gradient, add_norm_of, adds_to_copy
 from .buffer import Dropout
 from .filling import Adapter
-from .operands import Block, Dropouts, Trained
+from .operands import Block, Dropouts
 from .residual import Normed
 
 
@@ -103,7 +103,7 @@ class MLPBlock(NamedTuple):
     def backward(
         self, run: BlockBackward, x: Tensor, saved: SavedMLP, gradient: Gradient, need_x: bool,
         before: BlockBackward | None,
-    ) -> tuple[Gradient | None, Trained]:  # fmt: skip
+    ) -> tuple[Gradient | None, tuple]:  # fmt: skip
         """Return the gradients of x, None if nothing needs it, and of what the block trains."""
         gate_up, down, dropouts = self.block.inputs, self.block.output, run.dropouts
         entered = saved.entered
@@ -125,7 +125,7 @@ class MLPBlock(NamedTuple):
         )
         grad_x, pm = run.of_input(dgu, gradient.total, x, entered, need_x, before)
         gate_A, up_A = run.sum_A(entered, pm)
-        return grad_x, run.trained((
+        return grad_x, run.flat(
             Adapter(gate_A, with_swiglu.gate_B), Adapter(up_A, with_swiglu.up_B),
             Adapter(with_swiglu.down_A, down_B),
-        ))  # fmt: skip
+        )  # fmt: skip

@@ -7,7 +7,8 @@ An autograd function takes and returns its tensors as a flat sequence. `Trained`
 that order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class Trained(NamedTuple):
     """A value for each tensor that a block may train."""
 
     adapters: tuple[Adapter, ...]  # of its projections, the last one's last
-    biases: Sequence[Any] = ()  # theirs, [out] in any dtype; all None where no bias is trained
+    biases: Sequence[Any] = ()  # theirs, [out] in any dtype; none where only adapters are trained
     norm: Any = None  # [hidden], None where it is not trained
     norm_after: Any = None  # likewise
 
@@ -37,16 +38,14 @@ class Trained(NamedTuple):
         bias of each and the weights of both norms, None for one that is not trained."""
         adapters, others = values[: 2 * projections], values[2 * projections :]
         if not others:
-            return cls(adapters_of(adapters), (None,) * projections)
+            return cls(adapters_of(adapters))
         *biases, norm, norm_after = others
         return cls(adapters_of(adapters), biases, norm, norm_after)
 
-    def flat(self, has_others: bool) -> Iterator:
+    def flat(self) -> tuple:
         """Return the values as `from_flat` takes them."""
-        for adapter in self.adapters:
-            yield from adapter
-        if has_others:
-            yield from (*self.biases, self.norm, self.norm_after)
+        adapters = tuple(chain.from_iterable(self.adapters))
+        return (*adapters, *self.biases, self.norm, self.norm_after) if self.biases else adapters
 
 
 class Block(NamedTuple):
@@ -58,6 +57,7 @@ class Block(NamedTuple):
     filling: Filling
     norm_after: Norm | None = None  # of what is added to the residual; None: as it is
     multiplier: float = 1.0  # likewise
+    adds: bool = True  # False: the output is what would be added, in the buffers' dtype
     columns_before: int = 0  # of rows for hidden's gradient, which the layer before takes; 0: any
     has_entered: bool = False  # another function has run the projections that read the norm
     # of each projection: the probability with which an element of its adapter's input is dropped,
@@ -86,6 +86,7 @@ class Block(NamedTuple):
 
     @property
     def adds_directly(self) -> bool:
+        """Return True if the gradient of the output is that of what the last projection gave."""
         return self.norm_after is None and self.multiplier == 1.0
 
     def with_others(self, name: str, trained: Trained) -> "Block":
@@ -99,13 +100,6 @@ class Block(NamedTuple):
             inputs=_with_biases(f"{name}: inputs", self.inputs, biases),
             output=_with_biases(f"{name}: output", self.output, (bias,)),
         )
-
-    def for_backward(self) -> "Block":
-        """Return the block without the tensors that backward does not read."""
-        if self.seed is None and not self.trains_others:
-            return self
-        inputs, output = (one._replace(own_bias=None) for one in (self.inputs, self.output))
-        return self._replace(inputs=inputs, output=output, seed=None)
 
 
 def _with_weight(name: str, norm: Norm | None, weight: Tensor | None) -> Norm | None:
@@ -129,7 +123,7 @@ def _with_biases(name: str, group: WeightGroup, biases: Sequence[Tensor | None])
                     f"{name}: bias {i} is {list(bias.shape)}, should be {list(part.shape)}"
                 )
             part.copy_(bias)
-    return group._replace(own_bias=own)
+    return group.with_own_bias(own)
 
 
 class Kind(NamedTuple):
@@ -147,7 +141,10 @@ class Kinds(NamedTuple):
     norm_after: Kind | None
 
 
-def kinds_of(trained: Trained) -> Kinds:
+def kinds_of(trained: Trained) -> Kinds | None:
+    """Return the kinds, None where no bias and no norm is trained."""
+    if not trained.biases:
+        return None
     biases = tuple(map(_kind_of, trained.biases))
     return Kinds(biases, _kind_of(trained.norm), _kind_of(trained.norm_after))
 

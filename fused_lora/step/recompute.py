@@ -102,9 +102,7 @@ class _Run:
             self.next_kept += 1
             return tuple(keep.back(one) if is_tensor else one for is_tensor, one in kept)
         result = function()
-        self.kept.append(
-            [(True, keep.out(one)) if isinstance(one, Tensor) else (False, one) for one in result]
-        )
+        self.kept.append([_kept(one, keep) for one in result])
         return result
 
     def saving_last(self, function: Callable[[bool], Tensor]) -> Tensor:
@@ -121,6 +119,8 @@ class _Run:
         return self, len(self.shapes) - 1
 
     def recompute_record(self, record: tuple) -> Callable[[], tuple]:
+        """Return a function that makes this record of tensors again. It works for as long as
+        autograd keeps a tensor that is saved beside it."""
         if self.runs_again:
             self._find(record)
         else:
@@ -172,6 +172,13 @@ class _Run:
         if self.see is not None:
             self.see(split(tuple(found))[0])
         self.remembered = dict(enumerate(found))
+
+
+def _kept(value: Any, keep: Keep) -> tuple[bool, Any]:
+    if not isinstance(value, Tensor):
+        return False, value
+    # what becomes a function's output gets a graph, which must not keep itself alive
+    return True, keep.out(value if value.requires_grad else value.detach())
 
 
 def _remember(forgotten: tuple[_Run, int]) -> Any:

@@ -18,7 +18,7 @@ The matmuls are in `layer/buffer.py`. LoRA: Hu et al., arXiv 2106.09685. The bor
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from fused_mlp.launching import is_capturing
 
 from ..foreign.ownership import owner_of
 from ..kernels.rows import empty_rows
-from ..layer.buffer import Buffer, WeightGroup
+from ..layer.buffer import Buffer, GroupLayout, WeightGroup
 from ..layer.filling import Filling
 from ..layer.scratch import Scratches
 from ..reading.projection import Projection, why_not_base
@@ -89,6 +89,8 @@ class Border:
         self._made: tuple[tuple, Layout] | None = None  # for weights in these places
         self._buffer: weakref.ref[Buffer] | None = None
         self._kept: Buffer | None = None  # the buffer, where no weight keeps it alive
+        self._bases: list[weakref.ref] = []  # the layers whose weights lie in it
+        self._first_biased: int | None = None  # the first whose bias does
 
     def __reduce__(self):
         # no weight of a copied or unpickled model lies in a buffer
@@ -102,10 +104,13 @@ class Border:
         """Return the buffer, with room for adapters of these ranks, and whether it had to be
         made."""
         reads, parts = wanted.reads, wanted.parts
+        weights, biases = [read.weight for read in reads], [*map(held_bias, reads)]
+        first_biased = next((i for i, bias in enumerate(biases) if bias is not None), None)
+        bias = None if first_biased is None else biases[first_biased]
         places, layout = self._made or ((), None)
         buffer = None
         if layout is not None and places == self.places_of(reads) and layout.has_room(parts):
-            buffer = self.find(reads, layout)
+            buffer = self.find(weights, bias, layout)
         is_new = buffer is None
         if buffer is None or layout is None:
             self._made = self._buffer = self._kept = None  # free its memory for the next
@@ -113,8 +118,20 @@ class Border:
             buffer = self.make(wanted, layout)
             self._made = self.places_of(reads), layout  # biases may have moved
         self._buffer = weakref.ref(buffer)
-        inputs, scalings = reads[0].weight.shape[1], tuple(part.scaling for part in parts)
-        return WeightGroup(buffer, inputs, layout.outs, layout.blocks, scalings), is_new
+        self._bases = [weakref.ref(read.base) for read in reads]
+        self._first_biased = first_biased
+        inputs, scalings = weights[0].shape[1], tuple(part.scaling for part in parts)
+        return WeightGroup(
+            buffer, GroupLayout(inputs, layout.outs, layout.blocks, scalings)
+        ), is_new
+
+    def again(self) -> Buffer | None:
+        """Return the buffer that was found or made last, if `reading/unchanged.py` says that all
+        tensors are where they were. None: find it with `find_or_make`."""
+        assert self._made is not None
+        bases: Any = [base() for base in self._bases]
+        bias = None if self._first_biased is None else bases[self._first_biased].bias
+        return self.find([base.weight for base in bases], bias, self._made[1])
 
     def places_of(self, reads: Sequence[Projection]) -> tuple:
         """Return the places of the weights and biases. They differ once one has moved, even to an
@@ -124,15 +141,14 @@ class Border:
             for w, bias in ((read.weight, held_bias(read)) for read in reads)
         )
 
-    def find(self, reads: Sequence[Projection], layout: Layout) -> Buffer | None:
-        """Return the buffer that the weights are views of."""
+    def find(self, weights: Sequence[Tensor], bias: Tensor | None, layout: Layout) -> Buffer | None:
+        """Return the buffer that the weights, and biases if there is a first, are views of."""
         if (buffer := self.buffer()) is not None:
             return buffer
         # .data has a separate version counter: filling borders does not invalidate a saved weight
-        weight = reads[0].weight.data
+        weight = weights[0].data
         inputs = weight.shape[1]
         matrix = weight.as_strided((layout.rows, inputs + layout.width), (weight.stride(0), 1), 0)
-        bias = next((held for held in map(held_bias, reads) if held is not None), None)
         if bias is not None:
             bias = bias.data.as_strided((layout.rows,), (1,), 0)
         return Buffer(matrix, bias, sum(layout.outs), inputs)
@@ -148,7 +164,7 @@ class Border:
         for read, rows in zip(reads, split_rows(matrix, reads), strict=True):
             _move(read.weight, rows[:, :in_features])
         move_biases(reads, layout)
-        buffer = self.find(reads, layout)
+        buffer = self.find([read.weight for read in reads], first_held_bias(reads), layout)
         assert buffer is not None
         return buffer
 
@@ -157,6 +173,10 @@ def held_bias(read: Projection) -> Tensor | None:
     """Return a projection's bias if the buffer holds it. A trained bias stays where it is, because
     its optimizer may hold that memory, and is passed to each forward."""
     return None if read.bias is None or read.bias.requires_grad else read.bias
+
+
+def first_held_bias(reads: Sequence[Projection]) -> Tensor | None:
+    return next((held for held in map(held_bias, reads) if held is not None), None)
 
 
 def layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int]) -> Layout:
@@ -176,9 +196,9 @@ def move_biases(
 ) -> Tensor | None:
     """Move the biases that a buffer holds into one tensor, each at its projection's rows. dtype:
     that they are cast to."""
-    if all(held_bias(read) is None for read in reads):
+    first = first_held_bias(reads)
+    if first is None:
         return None
-    first = next(held for held in map(held_bias, reads) if held is not None)
     bias = first.new_zeros(layout.rows, dtype=dtype)
     for read, rows in zip(reads, split_rows(bias, reads), strict=True):
         if (held := held_bias(read)) is not None:
@@ -238,6 +258,11 @@ class LayerBorders(Filling):
         if device.type == "cuda" and any(was_made for _, was_made in found):
             torch.cuda.empty_cache()  # the freed pieces are too small for the next buffers
         return [bordered for bordered, _ in found]
+
+    def again(self) -> list[Buffer] | None:
+        """Return the buffers that were found or made last, as `Border.again` does."""
+        found = [border.again() for border in self.by_group]
+        return None if None in found else found  # type: ignore[return-value]
 
 
 def borders_of(module: nn.Module) -> LayerBorders | None:

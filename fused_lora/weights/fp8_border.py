@@ -57,12 +57,10 @@ class Fp8Border(Border):
         versions = ((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in coded)
         return biases, *versions
 
-    def find(self, reads: Sequence[Projection], layout: Layout) -> Buffer | None:
-        held = [
-            getattr(read.weight, "buffer", None) for read in reads if not is_of_codes(read.base)
-        ]
+    def find(self, weights: Sequence[Tensor], bias: Tensor | None, layout: Layout) -> Buffer | None:
+        held = [getattr(one, "buffer", None) for one in weights if one.dtype != E4M3]
         buffer = (held or [self._kept])[0]
-        return buffer if buffer is not None and _all_lie_in(buffer, reads) else None
+        return buffer if buffer is not None and _all_lie_in(buffer, weights) else None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -98,13 +96,12 @@ class Fp8Border(Border):
         return buffer
 
 
-def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
+def _all_lie_in(buffer: Fp8Buffer, weights: Sequence[Tensor]) -> bool:
     """Return whether the weights, as they are now, are consecutive codes in this buffer. Codes from
     a checkpoint do not know where they lie, so they always count."""
     row = 0
-    for read in reads:
-        weight = read.weight
-        if not is_of_codes(read.base) and not (
+    for weight in weights:
+        if weight.dtype != E4M3 and not (
             isinstance(weight, Fp8Weight) and weight.lies_in(buffer, row, weight.shape)
         ):
             return False

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from bitsandbytes import nn as bnb
+from cases.layer_case import layer_of
 from peft import prepare_model_for_kbit_training
 from torch import nn
 
@@ -97,3 +98,38 @@ def dequantised(model):
             setattr(plain.get_submodule(parent), child, linear)
     plain.is_loaded_in_4bit = False
     return plain
+
+
+# --- changes after which nothing runs fused -------------------------------------------------------
+
+
+def with_norms_in_fp16(model):
+    layer_of(model).to(torch.float16)
+
+
+def transposed(model):
+    state = layer_of(model).self_attn.q_proj.base_layer.weight.quant_state
+    state.shape = (*state.shape[::-1], 1)
+
+
+def unquantised(model):
+    base = layer_of(model).mlp.up_proj.base_layer
+    base.weight = bnb.Params4bit(torch.zeros(base.out_features, base.in_features))
+    base.quant_state = None
+
+
+def replaced(model):
+    base = layer_of(model).mlp.up_proj.base_layer
+    base.weight = torch.nn.Parameter(base.weight.data, requires_grad=False)
+
+
+REFUSED = {
+    "another dtype": (
+        {"compute_dtype": torch.float16}, lambda model: None,
+        "bnb_4bit_compute_dtype is torch.float16, its norms are torch.bfloat16: make them alike",
+    ),
+    "norms in fp16": ({}, with_norms_in_fp16, "its norms are torch.float16: make them alike"),
+    "another shape": ({}, transposed, "q_proj: its 4-bit weight is [52, 52, 1], not [out, in]"),
+    "not quantised": ({}, unquantised, "up_proj: its weight is not quantised yet: move the model"),
+    "a plain parameter": ({}, replaced, "up_proj: its 4-bit weight has become a Parameter"),
+}  # fmt: skip

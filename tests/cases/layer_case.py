@@ -57,8 +57,8 @@ def pair(device, fusion=LAYER, **options):
 def operands_of(layer):
     """Return what this fused layer trains, and its blocks, as it is now. Moves weights that lie
     elsewhere into new buffers."""
-    trained, *blocks = adopted.operands_of(layer, read_whole(layer))
-    return *trained, tuple(blocks)
+    found = adopted.read_operands(layer, read_whole(layer))
+    return *found.trained, (found.mixing, found.mlp)
 
 
 def of_a_call(blocks, cos, sin):

@@ -129,9 +129,10 @@ class Fp8Buffer(Buffer):
         return dropout is not None
 
     def add_projected(
-        self, x: Tensor, extended: Tensor | None, residual: Tensor, total: Tensor,
+        self, x: Tensor, extended: Tensor | None, residual: Tensor | None, total: Tensor,
         bias: Tensor | None, multiplier: float, dropout: Dropout | None,
     ) -> Tensor:  # fmt: skip
+        assert residual is not None  # parts of a layer do not run in FP8
         if dropout is not None:
             return super().add_projected(x, extended, residual, total, bias, multiplier, dropout)
         codes, scales = fp8_rows(x, self._codes.shape[1])
@@ -230,7 +231,9 @@ class Fp8Buffer(Buffer):
         add_border(codes, x.shape[1], scales, z, self._factors)
         return self._product(codes, scales, bias, x.dtype)
 
-    def add_product(self, total: Tensor, extended: Tensor, multiplier: float) -> None:
+    def add_product(
+        self, total: Tensor, extended: Tensor, multiplier: float, adds: bool = True
+    ) -> None:
         total.add_(self.product(extended, None), alpha=multiplier)
 
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:

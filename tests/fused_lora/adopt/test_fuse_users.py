@@ -3,19 +3,14 @@ vanilla PEFT does after the same change, and says so if it no longer runs fused.
 
 import copy
 import warnings
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
+from cases.changes import DONE, activate_both, adapters, add_second, prepare_hot_swap
 from cases.four_bit_case import quantised
-from cases.fused_case import SHORT, assert_close, assert_same, batch, functions_of, step
+from cases.fused_case import assert_close, assert_same, batch, functions_of
 from cases.layer_case import EVERYTHING, LAYER, NAMES, layer_of, pair, peft_model
-from cases.peft_models import ATTENTION, MLP, adapt, base_model, logits, set_weights
-from cases.reference import random
-from peft import LoraConfig
-from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
-from torch.nn.utils import parametrize
+from cases.peft_models import adapt, base_model
 
 from fused_lora import Fusion, fuse, report
 
@@ -29,139 +24,8 @@ ONE_LAYER = {"num_hidden_layers": 1}
 NORMED = {"family": "Qwen3"}  # a layer reads the weights of head norms, but does not move them
 
 
-def adapters(model):
-    return {name: p for name, p in model.named_parameters() if ".lora_" in name}
-
-
 # --- a table of what users do ---------------------------------------------------------------------
 
-
-def train(model, **options):
-    # not Adam: its step is as large for the smallest gradient, noise and all
-    optimizer = torch.optim.SGD(adapters(model).values(), lr=0.1, **options)
-    for seed in (3, 4):
-        step(model, seed=seed, length=SHORT)
-        optimizer.step()
-
-
-def load(model):
-    state = {n: t + 0.05 if ".lora_" in n else t for n, t in model.state_dict().items()}
-    model.load_state_dict(state)
-
-
-def assign_state(model):
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    for parameter in adapters(model).values():
-        parameter.requires_grad_(True)
-
-
-def hot_swap(model, r=8):
-    """Swap in an adapter with the same scaling, which PEFT writes through .data."""
-    config = LoraConfig(r=r, lora_alpha=1.5 * r, target_modules=[*ATTENTION, *MLP])
-    device = next(model.parameters()).device
-    state = {
-        name: random(*p.shape, seed=seed, scale=0.2, device=device)
-        for seed, (name, p) in enumerate(adapters(model).items())
-    }
-    hotswap_adapter_from_state_dict(model, state, "default", config)
-
-
-def prepare_hot_swap(model):
-    prepare_model_for_compiled_hotswap(model, target_rank=12)
-    for parameter in adapters(model).values():  # the new ones are frozen
-        parameter.requires_grad_(True)
-    hot_swap(model, r=12)
-
-
-def average(model):
-    """Overwrite the adapters in place, as a moving average of the weights does."""
-    for parameter in adapters(model).values():
-        parameter.data.copy_(parameter.data * 1.5)
-
-
-def assign(model):
-    for parameter in adapters(model).values():
-        parameter.data = parameter.data * 1.5
-
-
-def scale(model, by=3.0):
-    for name, projection in model.named_modules():
-        if name.endswith("_proj"):
-            projection.set_scale("default", by)
-
-
-def add_second(model, r):
-    """Add an adapter small enough that rounding decides no token, like layer_case's first one."""
-    config = LoraConfig(r=r, lora_alpha=r, target_modules=[*ATTENTION, *MLP])
-    model.add_adapter("second", config)
-    set_weights(model, next(model.parameters()).device, only=".second.")
-    for name, parameter in model.named_parameters():
-        if ".second." in name:
-            parameter.data.mul_(0.25 if ".q_proj.lora_B" in name else 0.5)
-
-
-def switch(model, r):
-    add_second(model, r)
-    model.set_adapter("second")
-
-
-def there_and_back(model):
-    switch(model, 12)
-    step(model, length=SHORT)
-    model.set_adapter("default")
-
-
-def activate_both(model):
-    add_second(model, 3)
-    model.base_model.set_adapter(["default", "second"])
-
-
-def merge_and_unmerge(model, **options):
-    model.merge_adapter(**options)
-    logits(model)
-    model.unmerge_adapter()
-
-
-def cast(model):
-    model.to(torch.bfloat16).float()
-
-
-def cast_and_run(model):
-    logits(model.to(torch.bfloat16))
-    model.float()
-
-
-class Doubled(torch.nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
-def parametrise(model):
-    parametrize.register_parametrization(
-        layer_of(model).mlp.up_proj.lora_A["default"], "weight", Doubled()
-    )
-
-
-# The changes. (Copies: test_fuse_peft.py.)
-DONE = {
-    "optimizer": partial(train, foreach=True),
-    "fused optimizer": partial(train, fused=True),
-    "load_state_dict": load,
-    "load_state_dict(assign=True)": assign_state,
-    "hot-swap": hot_swap,
-    "moving average through .data": average,
-    "other .data": assign,
-    "set_scale": scale,
-    "set_scale to a number of NumPy's": partial(scale, by=np.float32(3.0)),
-    "to another dtype and back": cast,
-    "to another dtype, a forward, and back": cast_and_run,
-    "an adapter of a larger rank": partial(switch, r=12),
-    "an adapter of a smaller rank": partial(switch, r=3),
-    "another adapter and back": there_and_back,
-    "merged and unmerged": merge_and_unmerge,
-    "safely merged and unmerged": partial(merge_and_unmerge, safe_merge=True),
-    "a parametrised A": parametrise,
-}
 OF_WEIGHTS = ("hot-swap", "load_state_dict(assign=True)", "to another dtype, a forward, and back")
 OVER_PARTS = (  # which keep nothing: adapters in place, elsewhere, and others
     "optimizer", "load_state_dict(assign=True)", "another adapter and back"

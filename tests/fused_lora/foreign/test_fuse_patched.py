@@ -1,42 +1,19 @@
 """Code of transformers, PEFT or torch that somebody has patched runs, and not ours in its place."""
 
-import importlib
 import re
 import sys
 from functools import wraps
 
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers.loss.loss_utils
+from cases.changes import PATCHES, qwen2
 from cases.layer_case import pair, peft_model
 from cases.peft_models import ids
-from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
-from transformers import activations
 
 from fused_lora import Fusion, fuse, report
 from fused_lora.foreign.originals import why_not
 
-qwen2 = importlib.import_module("transformers.models.qwen2.modeling_qwen2")
-loss_utils = transformers.loss.loss_utils
-PATCHES = [  # the part, and what is patched
-    ("mlp", qwen2.Qwen2MLP, "forward"),
-    ("mlp", activations.SiLUActivation, "forward"),
-    ("mlp", LoraLinear, "forward"),
-    ("mlp", nn.Linear, "forward"),
-    ("attention", qwen2.Qwen2Attention, "forward"),
-    ("rope", qwen2, "apply_rotary_pos_emb"),
-    ("rope", qwen2, "rotate_half"),
-    ("rms_norm", qwen2.Qwen2RMSNorm, "forward"),
-    ("cross_entropy", qwen2.Qwen2ForCausalLM, "forward"),
-    ("cross_entropy", loss_utils, "fixed_cross_entropy"),
-    ("cross_entropy", F, "cross_entropy"),
-    ("layer", qwen2.Qwen2DecoderLayer, "forward"),
-    ("layer", qwen2.Qwen2RMSNorm, "forward"),
-    ("layer", qwen2, "apply_rotary_pos_emb"),
-    ("layer", F, "scaled_dot_product_attention"),
-]
 OWN = {"transformers": "transformers'", "peft": "peft's", "torch": "torch's"}
 
 

@@ -196,18 +196,18 @@ def test_sums_over_tokens_with_masks_are_those_of_masked_tensors(rows, dtype, de
         monkeypatch.setattr(sums_module, name, Tiling(rows, 32, 2, 4, 2))
     x = random(100, 139, seed=1, dtype=dtype, device=device)
     factors = random(100, 96, seed=2, dtype=dtype, device=device).split((8, 72, 8, 8), dim=1)
-    masks = [mask_of(100, 139, device, stream=i) for i in range(3)] + [None]
+    masks = [None] + [mask_of(100, 139, device, stream=i) for i in range(3)]
     kept = [x if m is None else torch.where(unpacked(m, 100) != 0, x, 0.0) for m in masks]
     results = []
     for masked in (True, False):
         gradients = [torch.empty(139, f.shape[1], dtype=dtype, device=device) for f in factors]
         if masked:
-            products = list(map(Product, factors, gradients, (2.0, 1.0, 1.0, 1.0), masks))
+            products = list(map(Product, factors, gradients, (1.0, 2.0, 1.0, 1.0), masks))
             sums_over_tokens([(x, products), (x, [])])
         else:
             scales = [
                 scaling * (m.scale if m else 1.0)
-                for scaling, m in zip((2.0, 1.0, 1.0, 1.0), masks, strict=True)
+                for scaling, m in zip((1.0, 2.0, 1.0, 1.0), masks, strict=True)
             ]
             for one, *product in zip(kept, factors, gradients, scales, strict=True):
                 sums_over_tokens([(one, [Product(*product)])])

@@ -250,6 +250,36 @@ def test_what_is_computed_once_is_kept_and_brought_back(x, weight, store):
     assert (Attend.calls, moves[2:]) == ([False, False], ["out", "back", "back"])
 
 
+def test_what_becomes_an_output_is_kept_without_its_graph(x, weight):
+    """A graph that is dropped before its backward frees everything at once, without gc."""
+
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            (y,) = once(lambda: (x.exp(),))
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    def forward(x):
+        return Exp.apply(x @ weight)
+
+    keep = Keep(lambda tensor: tensor, lambda tensor: tensor)
+    want = gradients(lambda x: (x @ weight).exp(), x, weight)
+    assert_equal(gradients(lambda x: recomputed(forward, x, keep=keep), x, weight), want)
+    gc.disable()
+    try:
+        total = recomputed(forward, x, keep=keep)
+        output = weakref.ref(total.grad_fn)
+        del total
+        assert output() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_what_is_small_is_kept_as_it_is(kept, x, store, monkeypatch):
     keep, moves = store

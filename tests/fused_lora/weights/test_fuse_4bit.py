@@ -10,7 +10,7 @@ from itertools import cycle
 import bitsandbytes as bnb
 import pytest
 import torch
-from cases.four_bit_case import dequantised, quantised, rest_in_fp32
+from cases.four_bit_case import REFUSED, dequantised, quantised, rest_in_fp32, unquantised
 from cases.fused_case import ALL, SHORT, assert_close, batch, beside, step, values_of
 from cases.layer_case import EVERYTHING, LAYER, NAMES, layer_of, peft_model, tokens
 from cases.peft_models import assert_equal
@@ -258,38 +258,6 @@ def test_its_tensors_stay_where_they_are_and_are_saved_as_plain_peft_saves_them(
 
 
 # --- refused --------------------------------------------------------------------------------------
-
-
-def with_norms_in_fp16(model):
-    layer_of(model).to(torch.float16)
-
-
-def transposed(model):
-    state = layer_of(model).self_attn.q_proj.base_layer.weight.quant_state
-    state.shape = (*state.shape[::-1], 1)
-
-
-def unquantised(model):
-    base = layer_of(model).mlp.up_proj.base_layer
-    base.weight = bnb.nn.Params4bit(torch.zeros(base.out_features, base.in_features))
-    base.quant_state = None
-
-
-def replaced(model):
-    base = layer_of(model).mlp.up_proj.base_layer
-    base.weight = torch.nn.Parameter(base.weight.data, requires_grad=False)
-
-
-REFUSED = {
-    "another dtype": (
-        {"compute_dtype": torch.float16}, lambda model: None,
-        "bnb_4bit_compute_dtype is torch.float16, its norms are torch.bfloat16: make them alike",
-    ),
-    "norms in fp16": ({}, with_norms_in_fp16, "its norms are torch.float16: make them alike"),
-    "another shape": ({}, transposed, "q_proj: its 4-bit weight is [52, 52, 1], not [out, in]"),
-    "not quantised": ({}, unquantised, "up_proj: its weight is not quantised yet: move the model"),
-    "a plain parameter": ({}, replaced, "up_proj: its 4-bit weight has become a Parameter"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(("four_bit", "change", "reason"), REFUSED.values(), ids=REFUSED)
