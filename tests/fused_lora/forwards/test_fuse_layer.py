@@ -4,19 +4,8 @@ import copy
 
 import pytest
 import torch
-from cases.fused_case import (
-    SHORT,
-    assert_close,
-    assert_same,
-    step,
-)
-from cases.layer_case import (
-    EVERYTHING,
-    NAMES,
-    layer_of,
-    operands_of_calls,
-    pair,
-)
+from cases.fused_case import SHORT, assert_close, assert_same, step
+from cases.layer_case import EVERYTHING, NAMES, layer_of, operands_of_calls, pair
 from cases.peft_models import logits
 from cases.reference import assert_near
 from torch.nn.utils import parametrize, prune
