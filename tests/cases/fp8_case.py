@@ -11,7 +11,7 @@ from peft import LoraConfig
 
 from fused_lora import Fusion, fuse
 from fused_lora.kernels.fp8_rows import E4M3
-from fused_lora.layer.buffer import Buffer, ProductInput
+from fused_lora.layer.buffer import Buffer, ProductInput, WeightGroup
 from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.layer.fp8.buffer import Codes, Fp8Buffer
 from fused_lora.weights.fp8_weight import Fp8Weight
@@ -183,7 +183,8 @@ def assert_layer_is(model, oracle, device):
     *adapters, blocks = layer_case.operands_of(layer_case.layer_of(model))
     adapters = [t.detach().requires_grad_() for t in adapters]
     groups = [
-        [group._replace(buffer=oracle(group)) for group in block.block.groups] for block in blocks
+        [WeightGroup(oracle(group), group.layout) for group in block.block.groups]
+        for block in blocks
     ]
     exact = [
         block._replace(block=block.block._replace(inputs=inputs, output=output))
