@@ -91,10 +91,16 @@ def store(ctx: Any, record: tuple) -> None:
     around = runs()
     ctx.recompute = around[-1].recompute_record(record) if around else None
     if ctx.recompute is not None:
-        ctx.save_for_backward(next(one for one in record if isinstance(one, Tensor)))
+        ctx.save_for_backward(_first_tensor(record))
         return
     tensors, ctx.without_tensors = split(record)
     ctx.save_for_backward(*tensors)
+
+
+def _first_tensor(record: Any) -> Tensor | None:
+    if not isinstance(record, tuple):
+        return record if isinstance(record, Tensor) else None
+    return next((one for one in map(_first_tensor, record) if one is not None), None)
 
 
 def restore(ctx: Any) -> Any:

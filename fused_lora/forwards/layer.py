@@ -45,7 +45,7 @@ NOT_THE_MIXERS = {
 
 
 def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inputs, **options):
-    """Run a layer as two blocks, or else in parts."""
+    """Run a layer as one, or else in parts."""
     if reading.is_flattened_in(layer):
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
     call = by_name(layer, inputs) | options

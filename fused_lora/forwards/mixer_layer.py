@@ -1,5 +1,5 @@
-"""The switch `layer` for a layer with a mixer in place of attention, which runs as two functions
-around it."""
+"""The switch `layer` for a layer with a mixer in place of attention: a function before the mixer,
+and one from there on."""
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter

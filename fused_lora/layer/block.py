@@ -196,7 +196,8 @@ class BlockBackward:
         wide = empty_rows(x, len(x), max(block.columns_before, x.shape[1]))
         grad_x = wide[:, : x.shape[1]]
         norm_backward(grad_n, grad_residual, x, block.norm, rstd, grad_x, norm_grad)
-        return Gradient(grad_x, Incoming(wide)), p
+        # under autocast the residual may be fp32, and the layer before casts its gradient
+        return Gradient(grad_x, Incoming(wide) if x.dtype == group.A.dtype else None), p
 
     def sum_inputs(self, entered: Entered, p: Tensor | None, grad: Tensor) -> list[Adapter]:
         """Return the gradients of the adapters that share the norm. grad: of what they gave."""
@@ -215,13 +216,14 @@ class BlockBackward:
         return Trained(adapters, biases, self.norm_grad, self.norm_after_grad).flat()
 
 
-def handed_over(filling: Filling, gradient: Gradient | None, hidden: Tensor) -> Tensor | None:
-    """Return the gradient of hidden, and leave its rows for the layer before."""
+def handed_over(filling: Filling, gradient: Gradient | None, like: Tensor) -> Tensor | None:
+    """Return the gradient of a residual in the shape of `like`, and leave its rows for the layer
+    before."""
     if gradient is None:
         return None
     if gradient.incoming is not None and gradient.incoming.rows is not None:
         filling.handover.offer(gradient.incoming.rows)
-    return gradient.total.view(hidden.shape).to(hidden.dtype)
+    return gradient.total.view(like.shape).to(like.dtype)
 
 
 def _new(like: Tensor, kind: Kind | None, need: bool | None) -> Tensor | None:

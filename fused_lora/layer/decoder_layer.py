@@ -27,7 +27,7 @@ from .buffer import Incoming, WeightGroup
 from .filling import Adapter, Filling
 from .mixer_block import MixerBlock
 from .mlp_block import MLPBlock
-from .operands import Dropouts, Kinds, Trained, check_block, draw_dropouts, kinds_of
+from .operands import Dropouts, Kinds, Trained, check_block, check_input, draw_dropouts, kinds_of
 
 NAME = "DecoderLayer"
 Blocks = Sequence[AttentionBlock | MixerBlock | MLPBlock]
@@ -36,7 +36,7 @@ Blocks = Sequence[AttentionBlock | MixerBlock | MLPBlock]
 class Saved(NamedTuple):
     """Results of DecoderLayer's forward that its backward needs, by block."""
 
-    hidden: Tensor
+    hidden: Tensor | None  # None before a MixerBlock, which does not read it
     totals: tuple[Tensor, ...]  # [T, hidden], before each further block
     blocks: tuple[Any, ...]
     saved: tuple[Any, ...]
@@ -73,11 +73,12 @@ class DecoderLayer(torch.autograd.Function):
         rounds once. Each gradient has the dtype of its tensor, and exists only if that tensor
         requires one. The gradients of A and B are contiguous. hidden's is not: its rows are padded.
 
-    Saved for backward: hidden, cos, sin, mask, all norms, the adapters and what the blocks' files
-    list: 70.2 kB a token of Qwen2.5-3B. The buffers are kept beside them: where another forward has
-    filled the borders since, backward fills them again. No input, no incoming gradient and no saved
-    tensor is written, so a second backward through a retained graph is right. Deterministic if
-    attention's backward is, as `causal_attention_backward.py` is. Not twice differentiable.
+    Saved for backward: hidden (by BeforeMixer, if there is a mixer), cos, sin, mask, all norms, the
+    adapters and what the blocks' files list: 70.2 kB a token of Qwen2.5-3B. The buffers are kept
+    beside them: where another forward has filled the borders since, backward fills them again. No
+    input, no incoming gradient and no saved tensor is written, so a second backward through a
+    retained graph is right. Deterministic if attention's backward is, as
+    `causal_attention_backward.py` is. Not twice differentiable.
 
     With dropout (`buffer.py`, `fused_mlp/dropout.py`) z comes from masked inputs, and so does dA.
     The gradient of an input starts as the adapters' part, and the frozen matmul is added to it. A
@@ -98,8 +99,9 @@ class DecoderLayer(torch.autograd.Function):
         every = list(_by_block(row, blocks))
         if any(trained.biases for trained in every):
             blocks = tuple(map(_with_others, blocks, every))
+        check_input(NAME, hidden, blocks[0].block.inputs)
         for block, trained in zip(blocks, every, strict=True):
-            check_block(NAME, hidden, trained, block.block)
+            check_block(_name_of(block), hidden, trained, block.block)
             block.check(NAME, hidden)
         adapters = tuple(trained.adapters for trained in every)
         filling, groups = _filled(blocks)
@@ -121,8 +123,8 @@ class DecoderLayer(torch.autograd.Function):
             if not is_last:
                 totals.append(total)
         store(ctx, Saved(
-            hidden, tuple(totals), tuple(map(_for_backward, blocks)), tuple(all_saved), adapters,
-            tuple(all_dropouts), tuple(map(kinds_of, every)),
+            hidden if found is None else None, tuple(totals), tuple(map(_for_backward, blocks)),
+            tuple(all_saved), adapters, tuple(all_dropouts), tuple(map(kinds_of, every)),
         ))  # fmt: skip
         return hidden.new_zeros(1).expand(hidden.shape) if output is None else output
 
@@ -136,7 +138,7 @@ class DecoderLayer(torch.autograd.Function):
         filling.refill(groups, list(chain.from_iterable(adapters)))
         sums = AdapterSums()
         gradients: list[Tensor | None] = []
-        with without_autocast(hidden):
+        with without_autocast(grad_output):
             runs = [
                 BlockBackward(block.block, dropouts, its_adapters, needed, kinds, sums)
                 for block, dropouts, its_adapters, needed, kinds in zip(
@@ -146,7 +148,8 @@ class DecoderLayer(torch.autograd.Function):
             ]  # fmt: skip
             rows = filling.handover.take(grad_output, blocks[-1].block.output.grad_columns)
             gradient = Gradient(as_rows(grad_output), None if rows is None else Incoming(rows))
-            residuals, left = [as_rows(hidden), *saved.totals], list(saved.saved)
+            first = None if hidden is None else as_rows(hidden)
+            residuals, left = [first, *saved.totals], list(saved.saved)
             del saved  # what a block has saved can go once its backward is through
             for i in reversed(range(len(blocks))):
                 gradient, its_gradients = blocks[i].backward(
@@ -155,11 +158,16 @@ class DecoderLayer(torch.autograd.Function):
                 )  # fmt: skip
                 gradients[:0] = its_gradients
             sums.compute()
-        return handed_over(filling, gradient, hidden), *runs[0].mixer_grads, *gradients, None
+        grad_hidden = handed_over(filling, gradient, grad_output if hidden is None else hidden)
+        return grad_hidden, *runs[0].mixer_grads, *gradients, None
+
+
+def _name_of(block: Any) -> str:
+    return f"{NAME}, {type(block).__name__}"
 
 
 def _with_others(block: Any, trained: Trained) -> Any:
-    return block._replace(block=block.block.with_others(NAME, trained))
+    return block._replace(block=block.block.with_others(_name_of(block), trained))
 
 
 def _for_backward(block: Any) -> Any:

@@ -133,7 +133,7 @@ class BeforeMixer(torch.autograd.Function):
         *row, ends, block = operands
         adapters, group = adapters_of(row), block.inputs
         check_input(NAME, hidden, group)
-        check_adapters(NAME, "", adapters, group)
+        check_adapters(NAME, adapters, group)
         block.filling.fill((group,), adapters)
         if mask is not None:
             mask = mask.reshape(-1, 1) != 0
@@ -218,8 +218,8 @@ class MixerBlock(NamedTuple):
         return mixed.total, SavedMixer(mixed.left, mixed.kept)
 
     def backward(
-        self, run: BlockBackward, x: Tensor, saved: SavedMixer, gradient: Gradient, need_x: bool,
-        before: BlockBackward | None,
+        self, run: BlockBackward, x: Tensor | None, saved: SavedMixer, gradient: Gradient,
+        need_x: bool, before: BlockBackward | None,
     ) -> tuple[Gradient, tuple]:  # fmt: skip
         """Return the gradients of x and of what the block trains."""
         dropout = run.dropouts.output

@@ -1,4 +1,4 @@
-"""The two ends of a mixer (`mixer_layer.py`): of a gated delta net, and of a short convolution.
+"""The two ends of a mixer (`mixer_block.py`): of a gated delta net, and of a short convolution.
 
 Gated delta nets: Yang, Kautz & Hatamizadeh, arXiv 2412.06464. Short convolutions: LFM2, arXiv
 2511.23404.

@@ -95,10 +95,10 @@ class Block(NamedTuple):
             return self
         *biases, bias = trained.biases
         return self._replace(
-            norm=_with_weight(name, self.norm, trained.norm),
-            norm_after=_with_weight(name, self.norm_after, trained.norm_after),
-            inputs=_with_biases(name, self.inputs, biases),
-            output=_with_biases(name, self.output, (bias,)),
+            norm=_with_weight(f"{name}: norm", self.norm, trained.norm),
+            norm_after=_with_weight(f"{name}: norm_after", self.norm_after, trained.norm_after),
+            inputs=_with_biases(f"{name}: inputs", self.inputs, biases),
+            output=_with_biases(f"{name}: output", self.output, (bias,)),
         )
 
 
@@ -106,7 +106,7 @@ def _with_weight(name: str, norm: Norm | None, weight: Tensor | None) -> Norm | 
     if weight is None:
         return norm
     if norm is None:
-        raise ValueError(f"{name}: a norm's weight is given that the block lacks: give None")
+        raise ValueError(f"{name} is given, and the block has no such norm: give None")
     return norm._replace(weight=weight)
 
 
@@ -185,12 +185,11 @@ def draw_dropouts(name: str, block: Block, tokens: int, of_output: bool = True) 
 
 
 def check_block(name: str, hidden: Tensor, trained: Trained, block: Block) -> None:
-    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
+    """Raise ValueError where shapes do not fit together, naming the tensor."""
     *adapters, last = trained.adapters
     if not block.has_entered:
-        check_input(name, hidden, block.inputs)
-        check_adapters(name, "", adapters, block.inputs)
-    check_adapters(name, "output: ", (last,), block.output)
+        check_adapters(f"{name}: inputs", adapters, block.inputs)
+    check_adapters(f"{name}: output", (last,), block.output)
     for key, norm in (("norm", block.norm), ("norm_after", block.norm_after)):
         if norm is not None and norm.weight.shape != hidden.shape[2:]:
             raise ValueError(
@@ -216,7 +215,7 @@ def check_input(name: str, hidden: Tensor, group: WeightGroup) -> None:
         )
 
 
-def check_adapters(name: str, part: str, adapters: Sequence[Adapter], group: WeightGroup) -> None:
+def check_adapters(name: str, adapters: Sequence[Adapter], group: WeightGroup) -> None:
     """Raise ValueError unless A and B of each projection fit the border."""
     inputs = group.in_features
     sizes = zip(adapters, group.out_features, group.blocks, strict=True)
@@ -224,6 +223,6 @@ def check_adapters(name: str, part: str, adapters: Sequence[Adapter], group: Wei
         r = A.shape[0]
         if A.shape != (r, inputs) or B.shape != (out, r) or r > block:
             raise ValueError(
-                f"{name}: {part}A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
+                f"{name}: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
                 f"[r, {inputs}] and [{out}, r] of one r up to {block}"
             )

@@ -89,7 +89,7 @@ class Family:
     left: the other modules, or parts without any, and what the report says about them.
     functions: how often attention's functions appear in the graph of the loss.
     lora: changes to LoraConfig.
-    in_layers: how often the functions of whole layers appear, if not DecoderLayer for each.
+    in_layers: how often functions appear in whole layers beside one DecoderLayer for each.
     not_whole: why its layers do not run whole, if they do not. in_parts: why one does not, if
         another does.
     image_token: given if we test the model on an image of four patches.
@@ -194,7 +194,6 @@ def not_known(attention: str, tower: str = "model") -> dict[str, str]:
 LOSS = "base_model.model"
 MIXTURE = "its MLP is a mixture of experts"
 NOT_READ = "its layers are not known to run as one"
-AROUND_A_MIXER = {"BeforeMixer": 1, "AfterMixer": 1, "DecoderLayer": 1}
 QWEN_3_5 = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
             "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
             "rope_parameters": HALF}  # fmt: skip
@@ -205,7 +204,7 @@ QWEN_3_5_PARTS = {
               "rms_norm": (*USUAL["rms_norm"], "0:linear_attn.norm", "1:self_attn.q_norm",
                            "1:self_attn.k_norm")},
     "functions": {"LoRA_Group": 1, "LoRA_QKV": 1, "LoRA_W": 2, "RoPE": 1},
-    "in_layers": AROUND_A_MIXER,
+    "in_layers": {"BeforeMixer": 1},
 }  # fmt: skip
 
 
@@ -228,7 +227,7 @@ LFM2_PARTS = {
                            "1:self_attn.k_layernorm")},
     "last_norm": "embedding_norm",
     "functions": {"LoRA_Attention": 1, "LoRA_W": 2},
-    "in_layers": AROUND_A_MIXER | {"CausalConv": 1},
+    "in_layers": {"BeforeMixer": 1, "CausalConv": 1},
 }  # fmt: skip
 GEMMA_4 = {
     "final_logit_softcapping": 2.0,

@@ -55,10 +55,17 @@ def pair(device, fusion=LAYER, **options):
 
 
 def operands_of(layer):
-    """DecoderLayer's operands after the mask, read from this fused layer as it is now. Moves
-    weights that lie elsewhere into new buffers."""
+    """Return what this fused layer trains, and its blocks, as it is now. Moves weights that lie
+    elsewhere into new buffers."""
     found = adopted.read_operands(layer, read_whole(layer))
-    return *found.trained, found.frozen
+    return *found.trained, (found.mixing, found.mlp)
+
+
+def of_a_call(blocks, cos, sin):
+    """Return an attention and an MLP for a call with these angles, and a seed for dropout."""
+    seed = torch.tensor([5], device=cos.device)
+    attention, mlp = (block._replace(block=block.block._replace(seed=seed)) for block in blocks)
+    return attention._replace(positions=cos.shape[1], cos=cos, sin=sin), mlp
 
 
 def operands_of_calls(monkeypatch):
@@ -121,15 +128,15 @@ def assert_layer_right(fused, plain, shape, dtype, grad_layout=None, **options):
 
 
 def operands(device, shape=(2, 9), **options):
-    """Return the model, the operands for DecoderLayer.apply, and the gradient of its output. The
-    operands are hidden, cos, sin, no mask, adapters and frozen."""
+    """Return the model, the operands for DecoderLayer.apply, and the gradient of its output."""
     fused, _, _ = pair(device, **options)
     hidden, grad = tokens(shape, options.get("dtype", torch.float32), device)
     cos, sin = (
         random(1, shape[1], 26, seed=seed, dtype=hidden.dtype, device=device) for seed in (7, 8)
     )
-    *adapters, frozen = operands_of(layer_of(fused))
-    return fused, [hidden.requires_grad_(), cos, sin, None, *adapters, frozen], grad
+    *trained, blocks = operands_of(layer_of(fused))
+    inputs = [hidden.requires_grad_(), None, None, *trained, of_a_call(blocks, cos, sin)]
+    return fused, inputs, grad
 
 
 def leaves(inputs):

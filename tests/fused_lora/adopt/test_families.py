@@ -144,16 +144,16 @@ def test_a_layer_scales_q_alone_where_q_proj_gives_gates_as_well(device):
     """No family does both yet. To scale q is to scale the scores."""
     model = FAMILIES["Qwen3.5"].peft_model(device).train()
     fuse(model, LAYER)
-    *trained, frozen = operands_of(model.get_submodule("base_model.model.model.layers.1"))
+    *trained, (attention, mlp) = operands_of(model.get_submodule("base_model.model.model.layers.1"))
     hidden = random(1, 6, 32, device=device).requires_grad_()
 
     def run(**changes):
-        layer = frozen._replace(**changes)
-        output = DecoderLayer.apply(hidden, None, None, None, *trained, layer)
+        blocks = attention._replace(positions=6, **changes), mlp
+        output = DecoderLayer.apply(hidden, None, None, *trained, blocks)
         return torch.autograd.grad(output.square().sum(), (hidden, trained[0], trained[4]))
 
     got = run(q_scale=torch.full((1, 6), 2.0, device=device))
-    wanted, unscaled = run(attention_scaling=2.0 * frozen.attention_scaling), run()
+    wanted, unscaled = run(scaling=2.0 * attention.scaling), run()
     for one, want, other in zip(got, wanted, unscaled, strict=True):
         assert_near(one, want, 1e-5)
         assert relative_error(other, want) > 1e-3

@@ -103,7 +103,7 @@ def test_a_trainer_trains_a_fused_model_as_plain_peft(setting, tmp_path, device,
     got = train_on(data, fused, tmp_path / "fused", **options)
     assert ran and "layer" in report(fused).fused
     attended_to_documents = any(
-        mask is not None and is_documents(mask) for _, _, _, mask, *_ in ran
+        block.mask is not None and is_documents(block.mask) for *_, (block, _) in ran
     )
     # in fp32 only interpreted kernels attend to documents; on a GPU documents become a mask
     assert attended_to_documents is (setting in PACKED and fits_heads(torch.float32, 32))

@@ -4,26 +4,15 @@ import copy
 
 import pytest
 import torch
-from cases.fused_case import (
-    SHORT,
-    assert_close,
-    assert_same,
-    step,
-)
-from cases.layer_case import (
-    EVERYTHING,
-    NAMES,
-    layer_of,
-    operands_of_calls,
-    pair,
-)
+from cases.fused_case import SHORT, assert_close, assert_same, step
+from cases.layer_case import EVERYTHING, NAMES, layer_of, operands_of_calls, pair
 from cases.peft_models import logits
 from cases.reference import assert_near
 from torch.nn.utils import parametrize, prune
 
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.forwards.layer import borders_of
-from fused_lora.layer import halves as forward
+from fused_lora.layer import attention_block
 from fused_lora.layer.buffer import Buffer
 
 
@@ -71,7 +60,7 @@ def test_checkpointed_gradients_are_those_of_kept_ones(how, calls, device):
     calls.clear()
     got = step(model, length=SHORT)
     assert len(calls) == 4
-    needed = [inputs[-1].output_needed for inputs in calls]
+    needed = [mlp.output_needed for *_, (_, mlp) in calls]
     assert needed == [True, True, *[how != "ours"] * 2]
     assert_close(got, want, 1e-12)
 
@@ -92,7 +81,7 @@ def test_attention_and_o_run_once_where_their_output_is_offloaded(
     model, _, _ = pair(device, family=family, config={"head_dim": head_dim})
     want = step(model, length=SHORT)
     counts = {"attention_forward": [], "add_projected": [], "add_swiglu": []}
-    owners = forward, Buffer, Buffer
+    owners = attention_block, Buffer, Buffer
     for (name, seen), owner in zip(counts.items(), owners, strict=True):
         function = getattr(owner, name)
         monkeypatch.setattr(

@@ -4,7 +4,7 @@ stored in other ways."""
 import pytest
 import torch
 from cases.counting import saved_for_backward, saved_tensors
-from cases.layer_case import BF16, layer_of, leaves, operands, operands_of
+from cases.layer_case import BF16, layer_of, leaves, of_a_call, operands, operands_of
 from cases.reference import assert_near
 from cases.refusal import assert_refused, narrow, trained
 
@@ -12,19 +12,17 @@ from fused_lora.kernels.head_norms import HeadNorms
 from fused_lora.kernels.rows import Handover
 from fused_lora.layer import residual
 from fused_lora.layer.buffer import Buffer
-from fused_lora.layer.decoder_layer import DecoderLayer
+from fused_lora.layer.decoder_layer import DecoderLayer, Saved
 from fused_lora.layer.filling import Adapter
-from fused_lora.layer.operands import Adapters, Others
-from fused_lora.layer.saved import Saved
 from fused_lora.rerun import join, split
 
 FEW = (1, 4)  # tokens, for tests that measure no error
 
 
-def tensors_of(frozen):
-    """Return the tensors that a layer reads but does not train."""
-    tensors, _ = split(frozen)
-    return tensors + [group.buffer.matrix for group in frozen.groups]
+def tensors_of(blocks):
+    """Return the tensors that blocks read but do not train."""
+    tensors, _ = split(blocks)
+    return tensors + [group.buffer.matrix for block in blocks for group in block.block.groups]
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
@@ -33,9 +31,7 @@ def test_a_second_backward_and_a_second_run_are_bitwise_equal_and_nothing_is_wri
 ):
     """Check that inputs and saved tensors keep their values."""
     _, inputs, grad = operands(device, FEW, family=family, **BF16)
-    frozen = inputs[-1]
-    watched = [t for t in inputs[:-1] if t is not None]
-    watched += [grad, *tensors_of(frozen)]
+    watched = [*leaves(inputs), grad, *tensors_of(inputs[-1])]
     with saved_tensors() as saved:
         output = DecoderLayer.apply(*inputs)
     watched += saved
@@ -63,9 +59,9 @@ def test_only_what_asks_for_a_gradient_gets_one(device):
     everything = leaves(inputs)
     want = dict(zip(map(id, everything), torch.autograd.grad(
         DecoderLayer.apply(*inputs), everything, grad), strict=True))  # fmt: skip
-    every_A, every_B = range(4, 18, 2), range(5, 18, 2)
-    for frozen in ([0], [4, 7], [5, 6, 10, 11, 13], [13, 14, 16], [0, *every_A], every_B):
-        for index in (0, *range(4, 18)):
+    every_A, every_B = range(3, 17, 2), range(4, 17, 2)
+    for frozen in ([0], [3, 6], [4, 5, 9, 10, 12], [12, 13, 15], [0, *every_A], every_B):
+        for index in (0, *range(3, 17)):
             inputs[index].requires_grad_(index not in frozen)
         some = leaves(inputs)
         got = torch.autograd.grad(DecoderLayer.apply(*inputs), some, grad)
@@ -118,23 +114,24 @@ BETWEEN = {
 def test_rows_are_taken_over_only_where_they_are_the_gradient(between, taken, device):
     """Run two layers in a row, and compare with autograd's result with a copy between them."""
     model, inputs, grad = operands(device, FEW)
-    *adapters, frozen = operands_of(layer_of(model, 1))
+    *adapters, blocks = operands_of(layer_of(model, 1))
+    angles = inputs[-1][0].cos, inputs[-1][0].sin
     differentiated = [*leaves(inputs), *adapters]
     function, is_taken = BETWEEN[between]
 
     def gradients(function, copies):
         hidden = function(DecoderLayer.apply(*inputs))
         positions = hidden.shape[1]
-        angles = (t[:, :positions] for t in inputs[1:3])
+        now = of_a_call(blocks, *(t[:, :positions] for t in angles))
         if copies:
             hidden = hidden * 1
-        output = DecoderLayer.apply(hidden, *angles, None, *adapters, frozen)
+        output = DecoderLayer.apply(hidden, None, None, *adapters, now)
         return torch.autograd.grad(output, differentiated, grad[:, :positions])
 
     got = gradients(function, copies=False)
     # nobody takes the first layer's offer until the next one replaces it
     assert taken == [False, is_taken]
-    frozen.filling.handover.take(grad, 0)
+    blocks[1].block.filling.handover.take(grad, 0)
     want = gradients(function, copies=True)
     assert not taken[-1] and len(got) == 29
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
@@ -158,11 +155,12 @@ def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
 
     monkeypatch.setattr(residual, "rms_norm_forward", spy)
     _, inputs, grad = operands(device, FEW)
-    frozen = inputs.pop()
+    attention, mlp = inputs.pop()
     results, shapes = [], []
     for needed in (True, False):
         with saved_tensors() as saved:
-            output = DecoderLayer.apply(*inputs, frozen._replace(output_needed=needed))
+            blocks = attention, mlp._replace(output_needed=needed)
+            output = DecoderLayer.apply(*inputs, blocks)
         results.append(torch.autograd.grad(output, leaves([*inputs, None]), grad))
         shapes.append([(t.shape, t.dtype) for t in saved])
         assert bool(output.any()) == needed
@@ -184,10 +182,7 @@ def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, devic
     32 tokens."""
     config = {"pad_token_id": 0}
     _, inputs, _ = operands(device, family=family, config=config, **BF16, lora_dropout=dropout)
-    inputs[-1] = inputs[-1]._replace(seed=torch.tensor([3], device=device))
-    frozen = inputs[-1]
-    known = [t for t in inputs[1:-1] if t is not None]
-    known += tensors_of(frozen)
+    known = [*leaves(inputs)[1:], *tensors_of(inputs[-1])]
     with saved_for_backward() as saved:
         output = DecoderLayer.apply(*inputs)
     assert output.requires_grad
@@ -213,7 +208,7 @@ def test_a_layer_holds_no_tensor_that_autograd_does_not_know(family, device):
     assert not any(isinstance(one, torch.Tensor) for one in rest.values)
     saved = join(rest, output.grad_fn.saved_tensors)
     assert isinstance(saved, Saved)
-    assert saved.hidden is inputs[0] and saved.adapters.down.B is inputs[-2]
+    assert saved.hidden is inputs[0] and saved.adapters[1][2].B is inputs[-2]
 
 
 def test_a_record_comes_back_as_it_was():
@@ -242,43 +237,49 @@ def test_a_record_comes_back_as_it_was():
 # --- what does not fit ----------------------------------------------------------------------------
 
 
-ADAPTERS = [f"{name}_{part}" for name in Adapters._fields for part in "AB"]
+NAMES = {
+    0: "hidden", 3: "q_A", 9: "o_A", 13: "v_bias", 19: "up_A", 27: "norm_after_mlp",
+    28: "attention", 29: "mlp",
+}  # fmt: skip
 ERRORS = [
     ({"hidden": narrow}, r"hidden is \[2, 9, 51\], should be \[batch, positions, 52\]"),
     ({"hidden": lambda t: t[0]}, r"hidden is \[9, 52\]"),
     ({"hidden": torch.Tensor.half}, "hidden is torch.float16, the buffers torch.float32"),
     ({"hidden": torch.Tensor.double}, "DecoderLayer computes in .*, got torch.float64"),
-    ({"cos": trained}, "cos or sin requires a gradient"),
-    ({"cos": narrow}, "cos has 25 angles, should have 2 of each pair"),
-    ({"frozen.activation": lambda _: "relu"}, "activation is 'relu', should be 'silu' or"),
-    ({"frozen.norm_before_mlp.weight": narrow}, r"norm_before_mlp is \[51\], should be \[52\]"),
+    ({"attention.cos": trained}, "cos or sin requires a gradient"),
+    ({"attention.cos": narrow}, "cos has 25 angles, should have 2 of each pair"),
+    ({"mlp.activation": lambda _: "relu"}, "activation is 'relu', should be 'silu' or"),
+    ({"mlp.block.norm.weight": narrow}, r"Layer, MLPBlock: norm is \[51\], should be \[52\]"),
     (
-        {"cos": lambda t: t.repeat(1, 1, 2), "sin": lambda t: t.repeat(1, 1, 2)},
+        {f"attention.{name}": lambda t: t.repeat(1, 1, 2) for name in ("cos", "sin")},
         r"cos is \[1, 9, 52\], should be \[1 or 2, 9, 26\]",
     ),
-    ({"sin": lambda _: None}, "only one of cos and sin is given"),
-    ({"sin": torch.Tensor.double}, "sin is torch.float64 on .*, should be bfloat16, float16 or"),
+    ({"attention.sin": lambda _: None}, "only one of cos and sin is given"),
     (
-        {"frozen.head_norms": lambda _: HeadNorms(*[torch.ones(52)] * 2, 1e-6, 1e-6)},
+        {"attention.sin": torch.Tensor.double},
+        "sin is torch.float64 on .*, should be bfloat16, float16 or",
+    ),
+    (
+        {"attention.head_norms": lambda _: HeadNorms(*[torch.ones(52)] * 2, 1e-6, 1e-6)},
         r"k_norm is \[52\], should be \[26\], or of all heads together \[52\] for q and \[26\]",
     ),
-    ({"q_A": None}, "13 adapter tensors given, should be 14: A and B of q, k, v, o, gate"),
-    (
-        {"up_A": narrow},
-        r"gate_up: A 1 is \[8, 51\] and B 1 \[139, 8\], should be \[r, 52\] and \[139, r\]",
-    ),
-    ({"v_bias": narrow}, r"qkv: bias 2 is \[25\], should be \[26\]"),
-    ({"norm_after_mlp": None}, "10 biases and norms given, should be none, or each of q_bias, "),
-    ({"o_A": lambda t: torch.cat((t, t))}, r"o: A 0 is \[16, 52\].* of one r up to 8"),
+    ({"q_A": None}, "24 trained tensors given, should be 25: A and B of each projection of"),
+    ({"up_A": narrow}, r"inputs: A 1 is \[8, 51\] and B 1 \[139, 8\], should be \[r, 52\] and"),
+    ({"v_bias": narrow}, r"AttentionBlock: inputs: bias 2 is \[25\], should be \[26\]"),
+    ({"norm_after_mlp": lambda _: torch.ones(52)}, "norm_after is given, and the block has no"),
+    ({"o_A": lambda t: torch.cat((t, t))}, r"output: A 0 is \[16, 52\].* of one r up to 8"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[message for _, message in ERRORS])
 def test_what_does_not_fit_is_a_value_error(changes, message, device):
-    others = Others._fields if changes.keys() & {*Others._fields} else ()
-    _, inputs, _ = operands(device, lora_bias=bool(others))
-    names = ("hidden", "cos", "sin", "mask", *ADAPTERS, *others, "frozen")
-    assert_refused(DecoderLayer.apply, zip(names, inputs, strict=True), changes, message)
+    _, (*inputs, blocks), _ = operands(device, lora_bias=True)
+    arguments = {NAMES.get(i, i): value for i, value in enumerate((*inputs, *blocks))}
+
+    def function(*given):
+        DecoderLayer.apply(*given[:-2], given[-2:])
+
+    assert_refused(function, arguments, changes, message)
 
 
 def test_autocast_to_another_dtype_is_a_value_error(device):

@@ -1,5 +1,5 @@
-"""A decoder layer with a gated delta net or a short convolution as two autograd functions around
-it, compared with PEFT's own layer in float64.
+"""A decoder layer with a gated delta net or a short convolution: a function before it and the
+layer's blocks after it, compared with PEFT's own layer in float64.
 
 In place of the recurrence, which transformers computes in fp32 and which amplifies each rounding,
 stand a few operations on the same tensors. `test_delta_net.py` has the recurrence itself.
@@ -22,8 +22,7 @@ from contract import LAYOUTS
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from fused_lora.foreign.delta_rule import NAME
-from fused_lora.layer.operands import draw_dropouts
-from fused_mlp.dropout import draw_seed
+from fused_mlp.dropout import draw_masks, draw_seed
 
 ONE = {"num_hidden_layers": 1, "pad_token_id": 0}
 MIXERS = {
@@ -147,15 +146,17 @@ def test_the_input_is_saved_once_and_masks_by_the_function_that_uses_them_alone(
         return tensor
 
     torch.manual_seed(0)
-    frozen = operands_of(layer_of(fused))[-1]._replace(seed=draw_seed(torch.device(device)))
-    whole = draw_dropouts(frozen, 10)
+    *_, blocks = operands_of(layer_of(fused))
+    groups = [group for block in blocks for group in block.block.groups]
+    columns = [group.in_features for group in groups for _ in group.out_features]
+    seed = draw_seed(torch.device(device))
+    whole = draw_masks("a layer", seed, [0.3] * 8, [10] * 8, columns)
     torch.manual_seed(0)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer_of(fused)(hidden, position_embeddings=None)
     assert sum(one.data_ptr() == hidden.data_ptr() for one in saved) == 1
     masks = [one for one in saved if one.dtype == torch.int32]
-    want = [mask.bits for group in whole for mask in group.masks]
-    assert len(want) == 8
+    want = [mask.bits for mask in whole]
     torch.testing.assert_close(masks, want, rtol=0, atol=0)
 
 

@@ -48,10 +48,11 @@ def spy_on_masks(monkeypatch, fusion):
             ),
         )  # fmt: skip
         return seen
-    for function in (LoRA_Attention, DecoderLayer):
+    masks = {LoRA_Attention: lambda a: a[3], DecoderLayer: lambda a: a[-1][0].mask}
+    for function, mask in masks.items():
         monkeypatch.setattr(
             function, "apply",
-            lambda *a, apply=function.apply: seen.append(a[3]) or apply(*a),
+            lambda *a, apply=function.apply, mask=mask: seen.append(mask(a)) or apply(*a),
         )  # fmt: skip
     return seen
 

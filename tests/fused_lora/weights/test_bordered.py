@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fused_lora import fuse, unfuse
 from fused_lora.forwards.layer import borders_of
 from fused_lora.forwards.layer_reading import grouped_projections
-from fused_lora.layer.filling import Adapter
-from fused_lora.layer.operands import Trained
+from fused_lora.layer.filling import Adapter, adapters_of
 from fused_lora.weights import borders as module
 
 BF16 = {"dtype": torch.bfloat16}
@@ -23,8 +22,8 @@ BF16 = {"dtype": torch.bfloat16}
 
 def groups_of(layer):
     """The layer's four buffers, as its next forward has them, and the adapters that go there."""
-    *row, frozen = operands_of(layer)
-    return frozen.groups, Trained.from_flat(row).adapters
+    *row, blocks = operands_of(layer)
+    return [group for block in blocks for group in block.block.groups], adapters_of(row)
 
 
 def base_layers(layer):
