@@ -1,4 +1,4 @@
-"""What the blocks of a decoder layer share: their two ends, forward and backward.
+"""The two ends of a decoder layer's blocks, which all of them share, forward and backward.
 
 A decoder layer is two blocks, each of which adds to the residual x (`decoder_layer.py` runs them):
 

@@ -176,7 +176,7 @@ class BeforeMixer(torch.autograd.Function):
 
 
 class MixerBlock(NamedTuple):
-    """What a block computes from its mixer on.
+    """A block from its mixer on.
 
     Equivalent PyTorch::
 

@@ -49,7 +49,7 @@ class Trained(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What every block does not train."""
+    """The operands of a block that it does not train."""
 
     norm: Norm | None  # None: the projections take hidden as it is
     inputs: WeightGroup  # of the projections that read the norm
