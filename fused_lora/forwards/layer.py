@@ -18,7 +18,7 @@ from ..layer.attention_block import AttentionBlock
 from ..layer.decoder_layer import DecoderLayer
 from ..layer.mixer_block import MixerBlock
 from ..layer.mlp_block import MLPBlock
-from ..layer.operands import Block
+from ..layer.operands import Frame
 from ..layer.residual import Norm
 from ..layer.scratch import Scratches
 from ..layer.shards import Gathering
@@ -96,12 +96,12 @@ def _without_buffers(found: LayerOperands) -> LayerOperands:
     """Return operands to keep until the next call: a buffer is freed once weights have left it."""
     if found.computed_from:
         found = found._replace(trained=())
-    first, second = found.mixing.block, found.mlp.block
+    first, second = found.mixing.frame, found.mlp.frame
     return _with(found, *(group.layout for group in (*first.groups, *second.groups)))
 
 
 def _with_buffers(kept: LayerOperands) -> LayerOperands | None:
-    first, second = kept.mixing.block, kept.mlp.block
+    first, second = kept.mixing.frame, kept.mlp.frame
     borders: Any = first.filling
     groups = borders.again((*first.groups, *second.groups))
     return None if groups is None else _with(kept, *groups)
@@ -109,14 +109,14 @@ def _with_buffers(kept: LayerOperands) -> LayerOperands | None:
 
 def _with(found: LayerOperands, qkv: Any, o: Any, gate_up: Any, down: Any) -> LayerOperands:
     mixing, mlp = found.mixing, found.mlp
-    first = mixing.block._replace(inputs=qkv, output=o)
-    second = mlp.block._replace(inputs=gate_up, output=down)
-    return found._replace(mixing=mixing._replace(block=first), mlp=mlp._replace(block=second))
+    first = mixing.frame._replace(inputs=qkv, output=o)
+    second = mlp.frame._replace(inputs=gate_up, output=down)
+    return found._replace(mixing=mixing._replace(frame=first), mlp=mlp._replace(frame=second))
 
 
 def _run(layer: Any, operands: LayerOperands, hidden: Tensor, call: dict[str, Any]) -> Tensor:
     trained, mixing, mlp, *_, computed_from = operands
-    first, second = mixing.block, mlp.block
+    first, second = mixing.frame, mlp.frame
     if computed_from:
         parts, _ = reading.parts_and_ranks(layer, computed_from)
         trained = *_trained(parts[:2], first), *_trained(parts[2:], second)
@@ -136,12 +136,12 @@ def _run(layer: Any, operands: LayerOperands, hidden: Tensor, call: dict[str, An
         attention = layer.self_attn
         cos, sin = call["position_embeddings"] if rotates(attention) else (None, None)
         mixing = mixing._replace(
-            block=first, positions=hidden.shape[1], cos=cos, sin=sin, mask=mask,
+            frame=first, positions=hidden.shape[1], cos=cos, sin=sin, mask=mask,
             q_scale=q_scale_of(attention, call), window=window_beside(attention, mask),
         )  # fmt: skip
 
     def run(output_needed: bool) -> Tensor:
-        blocks = mixing, mlp._replace(block=second, output_needed=output_needed)
+        blocks = mixing, mlp._replace(frame=second, output_needed=output_needed)
         return DecoderLayer.apply(hidden, found, gate, *trained, blocks)
 
     return finished(layer, saving_last(run), call.get("per_layer_input"))
@@ -164,12 +164,12 @@ def read_operands(layer: Any, reads: list[list[Projection]]) -> LayerOperands:
         for name in reading.names_of_norms(form)
     )
     # the layer before has a down like this one
-    first = Block(
+    first = Frame(
         before_attention, qkv, o, borders, after_attention, multiplier,
         columns_before=down.grad_columns,
     )  # fmt: skip
     masks_before = sum(map(len, parts[:2]))
-    second = Block(
+    second = Frame(
         before_mlp, gate_up, down, borders, after_mlp, multiplier, masks_before=masks_before
     )
     (mixing_trains, first), (mlp_trains, second) = (
@@ -187,32 +187,32 @@ def read_operands(layer: Any, reads: list[list[Projection]]) -> LayerOperands:
     )  # fmt: skip
 
 
-def _attention_block(layer: Any, block: Block) -> AttentionBlock:
+def _attention_block(layer: Any, frame: Frame) -> AttentionBlock:
     attention = layer.self_attn
     form = known_form(attention, "Attention")
-    heads, kv_heads, _ = (out // attention.head_dim for out in block.inputs.out_features)
+    heads, kv_heads, _ = (out // attention.head_dim for out in frame.inputs.out_features)
     return AttentionBlock(
-        block, heads // 2 if form.has_gate else heads, kv_heads, attention.scaling,
+        frame, heads // 2 if form.has_gate else heads, kv_heads, attention.scaling,
         head_norms_of(attention), form.has_gate, form.interleaved,
     )  # fmt: skip
 
 
 def _with_reads(
-    parts: Sequence[Sequence[Projection]], block: Block
-) -> tuple[tuple[Tensor | None, ...], Block]:
+    parts: Sequence[Sequence[Projection]], frame: Frame
+) -> tuple[tuple[Tensor | None, ...], Frame]:
     """Return what a block trains, and the block with all else that its projections say."""
-    trained = _trained(parts, block)
+    trained = _trained(parts, frame)
     rates = tuple(read.dropout for group in parts for read in group)
-    return trained, block._replace(dropout_rates=rates, trains_others=len(trained) > 2 * len(rates))
+    return trained, frame._replace(dropout_rates=rates, trains_others=len(trained) > 2 * len(rates))
 
 
-def _trained(parts: Sequence[Sequence[Projection]], block: Block) -> tuple[Tensor | None, ...]:
+def _trained(parts: Sequence[Sequence[Projection]], frame: Frame) -> tuple[Tensor | None, ...]:
     """Return the tensors that a block trains, as `Trained` has them."""
     reads = [read for group in parts for read in group]
     adapters = [tensor for read in reads for tensor in (read.A, read.B)]
     norms = [
         norm.weight if norm and norm.weight.requires_grad else None
-        for norm in (block.norm, block.norm_after)
+        for norm in (frame.norm, frame.norm_after)
     ]
     biases = [bias_of(read) if any(map(trains_bias, reads)) else None for read in reads]
     others = [*biases, *norms]

@@ -46,7 +46,7 @@ from .block import (
     rows_for_output,
 )
 from .buffer import Dropout, Incoming
-from .operands import Block, Dropouts
+from .operands import Dropouts, Frame
 
 
 class Attended(NamedTuple):
@@ -87,7 +87,7 @@ class AttentionBlock(NamedTuple):
         total = x + norm_after(multiplier * o_proj(attended))
     """
 
-    block: Block  # inputs: q, k and v. output: o
+    frame: Frame  # inputs: q, k and v. output: o
     heads: int
     kv_heads: int
     scaling: float  # of the scores
@@ -119,7 +119,7 @@ class AttentionBlock(NamedTuple):
                 f"{name}: cos or sin requires a gradient, which it would not get: detach them, or "
                 "use the unfused layer"
             )
-        head_dim = self.block.output.in_features // self.heads
+        head_dim = self.frame.output.in_features // self.heads
         check_angles(name, self.cos, self.sin, (*hidden.shape[:2], head_dim), hidden.device)
         if self.head_norms is not None:
             check_head_norms(
@@ -130,13 +130,13 @@ class AttentionBlock(NamedTuple):
         self, x: Tensor, output: Tensor | None, dropouts: Dropouts
     ) -> tuple[Tensor, SavedAttention]:
         """Return total, in output if that is given, and what backward needs."""
-        block, inputs = self.block, self.block.inputs
+        frame, inputs = self.frame, self.frame.inputs
         if output is None and not has_kept():
             output = torch.empty_like(x)  # not the last block
         # the norm also writes the copy of x that o adds to; a recompute may have kept the sum
         qkv, n, rstd = inputs.buffer.project_norm(
-            x, block.norm, inputs.base_bias, dropouts.inputs,
-            None if has_kept() or not adds_to_copy(block, dropouts.output) else output,
+            x, frame.norm, inputs.base_bias, dropouts.inputs,
+            None if has_kept() or not adds_to_copy(frame, dropouts.output) else output,
         )  # fmt: skip
         raw, qkv = self._norm_and_rotate(qkv)
         attended = once_as_record(lambda: self._attend(x, raw, qkv, output, dropouts.output))
@@ -148,7 +148,7 @@ class AttentionBlock(NamedTuple):
     def _norm_and_rotate(self, qkv: Tensor) -> tuple[Tensor | None, Tensor]:
         """Norm the heads of q, k and v, if they have norms, and rotate q and k. Return (raw, qkv).
         With norms qkv is new and raw is the given one. Without, qkv is rotated in place."""
-        features = self.block.output.in_features  # q_proj may give gates as well
+        features = self.frame.output.in_features  # q_proj may give gates as well
         heads, kv_heads, cos, sin = self.heads, self.kv_heads, self.cos, self.sin
         if self.head_norms is None:
             if cos is not None:
@@ -170,7 +170,7 @@ class AttentionBlock(NamedTuple):
         """Attend, multiply by the gate in raw, if there is one, project by o and add to the
         residual x in total."""
         assert total is not None
-        extended, out = rows_for_output(self.block, qkv, len(x), dropout)
+        extended, out = rows_for_output(self.frame, qkv, len(x), dropout)
         attention = Attention(
             self.positions, self.heads, self.kv_heads, self.scaling, self.interleaved, self.window
         )
@@ -181,7 +181,7 @@ class AttentionBlock(NamedTuple):
             a = gate_forward(before_gate, raw, before_gate.shape[1] // self.heads, out)
         else:
             a, saved = attention_forward(qkv, self.mask, attention, out, self.sinks)
-        left = add_output(self.block, x, a, extended, total, dropout)
+        left = add_output(self.frame, x, a, extended, total, dropout)
         return Attended(left, total, saved, before_gate)
 
     def backward(
@@ -189,7 +189,7 @@ class AttentionBlock(NamedTuple):
         need_x: bool, before: BlockBackward | None,
     ) -> tuple[Gradient | None, tuple]:  # fmt: skip
         """Return the gradients of x, None if nothing needs it, and of what the block trains."""
-        inputs, output, dropout = self.block.inputs, self.block.output, run.dropouts.output
+        inputs, output, dropout = self.frame.inputs, self.frame.output, run.dropouts.output
         incoming = run.of_output(gradient, saved.left.normed)
         da, pa = output.buffer.gradient(incoming, None, dropout)
         o = run.sum_output(incoming, saved.left, pa, dropout)

@@ -46,7 +46,7 @@ from ..rerun import keeps_elsewhere
 from .adapter_sums import AdapterSums
 from .buffer import Dropout, Incoming, ProductInput
 from .filling import Adapter, Filling
-from .operands import Block, Dropouts, Kind, Kinds, Trained
+from .operands import Dropouts, Frame, Kind, Kinds, Trained
 from .residual import Norm, Normed, addend_gradient, norm_backward
 
 
@@ -67,39 +67,39 @@ class Left(NamedTuple):
 
 
 def rows_for_output(
-    block: Block, like: Tensor, tokens: int, dropout: Dropout | None
+    frame: Frame, like: Tensor, tokens: int, dropout: Dropout | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return memory for [a | za], which the last matmul reads, and its first columns if a may be
     computed there; None for what is not needed."""
-    if not block.output.buffer.accumulates(dropout):
+    if not frame.output.buffer.accumulates(dropout):
         return None, None
-    extended = empty_rows(like, tokens, block.output.x_columns)
-    return extended, None if keeps_elsewhere() else extended[:, : block.output.in_features]
+    extended = empty_rows(like, tokens, frame.output.x_columns)
+    return extended, None if keeps_elsewhere() else extended[:, : frame.output.in_features]
 
 
-def adds_to_copy(block: Block, dropout: Dropout | None) -> bool:
+def adds_to_copy(frame: Frame, dropout: Dropout | None) -> bool:
     """Return True if the last matmul adds to a copy of the residual, which the norm has written."""
-    return block.adds and block.norm_after is None and block.output.buffer.accumulates(dropout)
+    return frame.adds and frame.norm_after is None and frame.output.buffer.accumulates(dropout)
 
 
 def add_output(
-    block: Block, x: Tensor, a: Tensor, extended: Tensor | None, total: Tensor,
+    frame: Frame, x: Tensor, a: Tensor, extended: Tensor | None, total: Tensor,
     dropout: Dropout | None,
 ) -> Left:  # fmt: skip
     """Make total the residual x plus the last projection of a, or that alone. Where it
     `adds_to_copy`, total holds x already. extended: as `Buffer` has it."""
-    output = block.output
+    output = frame.output
 
     def add(residual: Tensor | None, total: Tensor) -> Tensor:
         return output.buffer.add_projected(
-            a, extended, residual, total, output.base_bias, block.multiplier, dropout
+            a, extended, residual, total, output.base_bias, frame.multiplier, dropout
         )
 
-    if block.norm_after is None:
-        return Left(a, add(x if block.adds else None, total), None)
+    if frame.norm_after is None:
+        return Left(a, add(x if frame.adds else None, total), None)
     projected = torch.zeros_like(x)
     z = add(projected, projected)
-    return Left(a, z, add_norm_of(x, projected, block.norm_after, total))
+    return Left(a, z, add_norm_of(x, projected, frame.norm_after, total))
 
 
 def add_norm_of(residual: Tensor, projected: Tensor, norm: Norm, total: Tensor) -> Normed:
@@ -122,17 +122,17 @@ class BlockBackward:
     """
 
     def __init__(
-        self, block: Block, dropouts: Dropouts, adapters: Sequence[Adapter], needed: Trained,
+        self, frame: Frame, dropouts: Dropouts, adapters: Sequence[Adapter], needed: Trained,
         kinds: Kinds | None, sums: AdapterSums,
     ):  # fmt: skip
-        self.block, self.dropouts, self.sums = block, dropouts, sums
+        self.frame, self.dropouts, self.sums = frame, dropouts, sums
         *self.adapters, self.last_adapter = adapters
         *self.need, self.need_last = needed.adapters
         self.mixer_grads: tuple[Tensor | None, ...] = (None, None)  # of a mixer's result and gate
         self.bias_grads: list[Tensor | None] = []
         self.last_bias_grad = self.norm_grad = self.norm_after_grad = None
         if kinds is not None:
-            like = block.output.A
+            like = frame.output.A
             pairs = zip(kinds.biases, needed.biases, strict=True)
             *self.bias_grads, self.last_bias_grad = [_new(like, *pair) for pair in pairs]
             self.norm_grad = _new(like, kinds.norm, needed.norm)
@@ -140,11 +140,11 @@ class BlockBackward:
 
     def of_output(self, gradient: Gradient, normed: Normed | None) -> Incoming:
         """Return the gradient of what the last projection gave."""
-        block, (total, incoming) = self.block, gradient
-        like, columns = block.output.A, block.output.grad_columns
-        if not block.adds_directly:
+        frame, (total, incoming) = self.frame, gradient
+        like, columns = frame.output.A, frame.output.grad_columns
+        if not frame.adds_directly:
             incoming = Incoming(addend_gradient(
-                total, block.multiplier, normed, block.norm_after, self.norm_after_grad, like,
+                total, frame.multiplier, normed, frame.norm_after, self.norm_after_grad, like,
                 columns,
             ))  # fmt: skip
         elif incoming is None:
@@ -153,14 +153,14 @@ class BlockBackward:
             incoming = Incoming(rows)
         if self.last_bias_grad is not None:
             assert incoming.rows is not None
-            block.output.sum_biases(incoming.rows, (self.last_bias_grad,))
+            frame.output.sum_biases(incoming.rows, (self.last_bias_grad,))
         return incoming
 
     def sum_output(
         self, incoming: Incoming, left: Left, p: Tensor, dropout: Dropout | None
     ) -> Adapter:
         """Return the gradients of the last projection's adapter."""
-        group, adapter, need = self.block.output, (self.last_adapter,), (self.need_last,)
+        group, adapter, need = self.frame.output, (self.last_adapter,), (self.need_last,)
         assert incoming.rows is not None
         (B,) = self.sums.add_B(group, adapter, need, incoming.rows, left.z)
         (A,) = self.sums.add_A(group, adapter, need, left.x, p, dropout)
@@ -172,8 +172,8 @@ class BlockBackward:
     ) -> tuple[Gradient | None, Tensor | None]:  # fmt: skip
         """Return the gradient of the residual x and p of the projections that share its norm, None
         for what nothing needs. grad_residual: of x beside the block. before: who takes it next."""
-        block, (n, rstd, mask), norm_grad = self.block, entered, self.norm_grad
-        group = block.inputs
+        frame, (n, rstd, mask), norm_grad = self.frame, entered, self.norm_grad
+        group = frame.inputs
         if any(grad is not None for grad in self.bias_grads):
             assert incoming.rows is not None
             group.sum_biases(incoming.rows, self.bias_grads)
@@ -185,34 +185,34 @@ class BlockBackward:
         grad_n, p = group.buffer.gradient(incoming, n.scales, self.dropouts.inputs)
         if mask is not None:
             grad_n.mul_(mask)
-        if not block.adds:
+        if not frame.adds:
             return Gradient(grad_n, None), p
         if before is not None:
-            is_read = before.block.adds_directly and before.dropouts.output is None
-            return Gradient(*before.block.output.buffer.norm_backward(
-                grad_n, grad_residual, x, block.norm, rstd, norm_grad, is_read
+            is_read = before.frame.adds_directly and before.dropouts.output is None
+            return Gradient(*before.frame.output.buffer.norm_backward(
+                grad_n, grad_residual, x, frame.norm, rstd, norm_grad, is_read
             )), p  # fmt: skip
         # as wide as the backward of the layer before needs it, which then copies nothing
-        wide = empty_rows(x, len(x), max(block.columns_before, x.shape[1]))
+        wide = empty_rows(x, len(x), max(frame.columns_before, x.shape[1]))
         grad_x = wide[:, : x.shape[1]]
-        norm_backward(grad_n, grad_residual, x, block.norm, rstd, grad_x, norm_grad)
+        norm_backward(grad_n, grad_residual, x, frame.norm, rstd, grad_x, norm_grad)
         # under autocast the residual may be fp32, and the layer before casts its gradient
         return Gradient(grad_x, Incoming(wide) if x.dtype == group.A.dtype else None), p
 
     def sum_inputs(self, entered: Entered, p: Tensor | None, grad: Tensor) -> list[Adapter]:
         """Return the gradients of the adapters that share the norm. grad: of what they gave."""
-        group = self.block.inputs
+        group = self.frame.inputs
         all_B = self.sums.add_B(group, self.adapters, self.need, grad, entered.n.z)
         return list(map(Adapter, self.sum_A(entered, p), all_B))
 
     def sum_A(self, entered: Entered, p: Tensor | None) -> list[Tensor | None]:
         return self.sums.add_A(
-            self.block.inputs, self.adapters, self.need, entered.n.x, p, self.dropouts.inputs
+            self.frame.inputs, self.adapters, self.need, entered.n.x, p, self.dropouts.inputs
         )
 
     def flat(self, *adapters: Adapter) -> tuple:
         """Return the gradients of all that the block trains, as `Trained` has them."""
-        biases = [*self.bias_grads, self.last_bias_grad] if self.block.trains_others else ()
+        biases = [*self.bias_grads, self.last_bias_grad] if self.frame.trains_others else ()
         return Trained(adapters, biases, self.norm_grad, self.norm_after_grad).flat()
 
 

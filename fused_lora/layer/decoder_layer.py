@@ -99,9 +99,9 @@ class DecoderLayer(torch.autograd.Function):
         every = list(_by_block(row, blocks))
         if any(trained.biases for trained in every):
             blocks = tuple(map(_with_others, blocks, every))
-        check_input(NAME, hidden, blocks[0].block.inputs)
+        check_input(NAME, hidden, blocks[0].frame.inputs)
         for block, trained in zip(blocks, every, strict=True):
-            check_block(_name_of(block), hidden, trained, block.block)
+            check_block(_name_of(block), hidden, trained, block.frame)
             block.check(NAME, hidden)
         adapters = tuple(trained.adapters for trained in every)
         filling, groups = _filled(blocks)
@@ -109,14 +109,14 @@ class DecoderLayer(torch.autograd.Function):
         # not a view itself, or autograd would forbid to change it in place
         output = None
         if blocks[-1].output_needed:
-            last = blocks[-1].block
+            last = blocks[-1].frame
             dtype = hidden.dtype if last.adds else last.output.A.dtype
             output = hidden.new_empty(*hidden.shape[:2], last.output.out, dtype=dtype)
         total, totals, all_saved, all_dropouts = as_rows(hidden), [], [], []
         for i, block in enumerate(blocks):
             is_last = i == len(blocks) - 1
             target = output.flatten(0, 1) if is_last and output is not None else None
-            dropouts = draw_dropouts(NAME, block.block, len(total))
+            dropouts = draw_dropouts(NAME, block.frame, len(total))
             total, saved = block.forward(total, target, dropouts)
             all_saved.append(saved)
             all_dropouts.append(dropouts)
@@ -140,13 +140,13 @@ class DecoderLayer(torch.autograd.Function):
         gradients: list[Tensor | None] = []
         with without_autocast(grad_output):
             runs = [
-                BlockBackward(block.block, dropouts, its_adapters, needed, kinds, sums)
+                BlockBackward(block.frame, dropouts, its_adapters, needed, kinds, sums)
                 for block, dropouts, its_adapters, needed, kinds in zip(
                     blocks, saved.dropouts, adapters, _by_block(row, blocks), saved.kinds,
                     strict=True,
                 )
             ]  # fmt: skip
-            rows = filling.handover.take(grad_output, blocks[-1].block.output.grad_columns)
+            rows = filling.handover.take(grad_output, blocks[-1].frame.output.grad_columns)
             gradient = Gradient(as_rows(grad_output), None if rows is None else Incoming(rows))
             first = None if hidden is None else as_rows(hidden)
             residuals, left = [first, *saved.totals], list(saved.saved)
@@ -167,21 +167,21 @@ def _name_of(block: Any) -> str:
 
 
 def _with_others(block: Any, trained: Trained) -> Any:
-    return block._replace(block=block.block.with_others(_name_of(block), trained))
+    return block._replace(frame=block.frame.with_others(_name_of(block), trained))
 
 
 def _for_backward(block: Any) -> Any:
     """Return the block without the tensors that backward does not read."""
-    common = block.block
+    common = block.frame
     if common.seed is None and not common.trains_others:
         return block
     inputs, output = (one.with_own_bias(None) for one in (common.inputs, common.output))
-    return block._replace(block=common._replace(inputs=inputs, output=output, seed=None))
+    return block._replace(frame=common._replace(inputs=inputs, output=output, seed=None))
 
 
 def _by_block(values: Sequence, blocks: Blocks) -> Iterator[Trained]:
     """Name the values for the tensors of each block."""
-    wanted = [block.block.tensors for block in blocks]
+    wanted = [block.frame.tensors for block in blocks]
     if len(values) != sum(wanted):
         raise ValueError(
             f"{NAME}: {len(values)} trained tensors given, should be {sum(wanted)}"
@@ -190,13 +190,13 @@ def _by_block(values: Sequence, blocks: Blocks) -> Iterator[Trained]:
         )
     first = 0
     for block, count in zip(blocks, wanted, strict=True):
-        yield Trained.from_flat(values[first : first + count], block.block.projections)
+        yield Trained.from_flat(values[first : first + count], block.frame.projections)
         first += count
 
 
 def _filled(blocks: Blocks) -> tuple[Filling, list[WeightGroup]]:
     """Return what fills the borders of these blocks, and their buffers."""
-    return blocks[0].block.filling, [group for block in blocks for group in block.block.groups]
+    return blocks[0].frame.filling, [group for block in blocks for group in block.frame.groups]
 
 
 class LoRA_Attention(DecoderLayer):

@@ -42,8 +42,8 @@ from .block import (
 from .buffer import Incoming, ProductInput
 from .filling import Adapter, adapters_of
 from .operands import (
-    Block,
     Dropouts,
+    Frame,
     Trained,
     check_adapters,
     check_input,
@@ -89,7 +89,7 @@ class SavedBefore(NamedTuple):
     rstd: Tensor | None
     projected: Tensor  # [T, out]
     ends: MixerEnds
-    block: Block
+    frame: Frame
     adapters: tuple[Adapter, ...]
     dropouts: Dropouts
 
@@ -110,7 +110,7 @@ class SavedMixer(NamedTuple):
 
 
 class BeforeMixer(torch.autograd.Function):
-    """``BeforeMixer.apply(hidden, mask, *adapters, ends, block)``: a block up to its mixer.
+    """``BeforeMixer.apply(hidden, mask, *adapters, ends, frame)``: a block up to its mixer.
 
     Equivalent PyTorch, for the four in-projections of a gated delta net::
 
@@ -121,7 +121,7 @@ class BeforeMixer(torch.autograd.Function):
         hidden: as for DecoderLayer.
         mask: [batch, positions], 0 for padding and anything else for tokens, or None.
         adapters: A and B of each in-projection, as for DecoderLayer.
-        block: inputs: the in-projections. output: out_proj.
+        frame: inputs: the in-projections. output: out_proj.
 
     Returns:
         New tensors, or views of one, in the buffers' dtype, a net's decay in fp32, and hidden
@@ -130,22 +130,22 @@ class BeforeMixer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, mask, *operands):
-        *row, ends, block = operands
-        adapters, group = adapters_of(row), block.inputs
+        *row, ends, frame = operands
+        adapters, group = adapters_of(row), frame.inputs
         check_input(NAME, hidden, group)
         check_adapters(NAME, adapters, group)
-        block.filling.fill((group,), adapters)
+        frame.filling.fill((group,), adapters)
         if mask is not None:
             mask = mask.reshape(-1, 1) != 0
         x = _masked_rows(hidden, mask)
-        dropouts = draw_dropouts(NAME, block, len(x), of_output=False)
+        dropouts = draw_dropouts(NAME, frame, len(x), of_output=False)
         projected, n, rstd = group.buffer.project_norm(
-            x, block.norm, group.base_bias, dropouts.inputs, None
+            x, frame.norm, group.base_bias, dropouts.inputs, None
         )
-        entered = ends.enter(_parts(block, projected, hidden))
-        block = block._replace(seed=None)
+        entered = ends.enter(_parts(frame, projected, hidden))
+        frame = frame._replace(seed=None)
         store(ctx, SavedBefore(
-            hidden, mask, n, rstd, projected, ends, block, adapters, dropouts,
+            hidden, mask, n, rstd, projected, ends, frame, adapters, dropouts,
         ))  # fmt: skip
         return *entered, hidden
 
@@ -155,23 +155,23 @@ class BeforeMixer(torch.autograd.Function):
         *grads, grad_residual = gradients
         saved: SavedBefore = restore(ctx)
         need_hidden, _, *row, _, _ = ctx.needs_input_grad
-        block, hidden, group = saved.block, saved.hidden, saved.block.inputs
-        block.filling.refill((group,), saved.adapters)
+        frame, hidden, group = saved.frame, saved.hidden, saved.frame.inputs
+        frame.filling.refill((group,), saved.adapters)
         needed, sums = Trained((*adapters_of(row), Adapter(False, False))), AdapterSums()
         with without_autocast(hidden):
             grad = empty_rows(group.A, len(saved.projected), group.grad_columns)
-            parts, grad_parts = (_parts(block, one, hidden) for one in (saved.projected, grad))
+            parts, grad_parts = (_parts(frame, one, hidden) for one in (saved.projected, grad))
             saved.ends.enter_backward(grads, parts, grad_parts)
             x = _masked_rows(hidden, saved.mask)
             entered = Entered(saved.n, saved.rstd, saved.mask)
             adapters = (*saved.adapters, Adapter(None, None))
-            run = BlockBackward(block, saved.dropouts, adapters, needed, None, sums)
+            run = BlockBackward(frame, saved.dropouts, adapters, needed, None, sums)
             gradient, p = run.of_input(
                 Incoming(grad), as_rows(grad_residual), x, entered, need_hidden
             )
             its_adapters = run.sum_inputs(entered, p, grad)
             sums.compute()
-        grad_x = handed_over(block.filling, gradient, hidden)
+        grad_x = handed_over(frame.filling, gradient, hidden)
         return grad_x, None, *chain.from_iterable(its_adapters), None, None
 
 
@@ -183,7 +183,7 @@ class MixerBlock(NamedTuple):
         total = x + out_proj(y)  # y: from `ends.leave`
     """
 
-    block: Block  # BeforeMixer's, which has_entered
+    frame: Frame  # BeforeMixer's, which has_entered
 
     # --- of one call alone ---
 
@@ -204,15 +204,15 @@ class MixerBlock(NamedTuple):
         """Return total, in output if that is given, and what backward needs."""
 
         def add() -> Mixed:
-            block, found, dropout = self.block, self.found, dropouts.output
+            frame, found, dropout = self.frame, self.found, dropouts.output
             total = torch.empty_like(x) if output is None else output
-            extended, y = rows_for_output(block, found, len(x), dropout)
-            if adds_to_copy(block, dropout):
+            extended, y = rows_for_output(frame, found, len(x), dropout)
+            if adds_to_copy(frame, dropout):
                 total.copy_(x)
             if y is None:
-                y = found.new_empty(len(x), block.output.in_features)
+                y = found.new_empty(len(x), frame.output.in_features)
             kept = self.ends.leave(found, self.gate, y)
-            return Mixed(add_output(block, x, y, extended, total, dropout), total, kept)
+            return Mixed(add_output(frame, x, y, extended, total, dropout), total, kept)
 
         mixed = once_as_record(add)
         return mixed.total, SavedMixer(mixed.left, mixed.kept)
@@ -224,15 +224,15 @@ class MixerBlock(NamedTuple):
         """Return the gradients of x and of what the block trains."""
         dropout = run.dropouts.output
         incoming = run.of_output(gradient, saved.left.normed)
-        grad_y, p = self.block.output.buffer.gradient(incoming, None, dropout)
+        grad_y, p = self.frame.output.buffer.gradient(incoming, None, dropout)
         out_proj = run.sum_output(incoming, saved.left, p, dropout)
         run.mixer_grads = self.ends.leave_backward(grad_y, self.found, self.gate, saved.kept)
         return Gradient(gradient.total, None), run.flat(out_proj)
 
 
-def _parts(block: Block, rows: Tensor, hidden: Tensor) -> list[Tensor]:
+def _parts(frame: Frame, rows: Tensor, hidden: Tensor) -> list[Tensor]:
     """Return the columns of each in-projection, [batch, positions, features]."""
-    return [one.unflatten(0, hidden.shape[:2]) for one in block.inputs.by_projection(rows)]
+    return [one.unflatten(0, hidden.shape[:2]) for one in frame.inputs.by_projection(rows)]
 
 
 def _masked_rows(hidden: Tensor, mask: Tensor | None) -> Tensor:

@@ -33,7 +33,7 @@ from .adapter_sums import new_swiglu_gradients
 from .block import BlockBackward, Entered, Gradient, add_norm_of, adds_to_copy
 from .buffer import Dropout
 from .filling import Adapter
-from .operands import Block, Dropouts
+from .operands import Dropouts, Frame
 from .residual import Normed
 
 
@@ -56,7 +56,7 @@ class MLPBlock(NamedTuple):
         total = x + norm_after(multiplier * down_proj(activated))
     """
 
-    block: Block  # inputs: gate and up. output: down
+    frame: Frame  # inputs: gate and up. output: down
     activation: str = "silu"  # as LoRA_MLP has it: "gelu_tanh" for GELU by tanh
     # False while checkpointing runs a layer again only for what it saves: no total is computed
     output_needed: bool = True
@@ -68,10 +68,10 @@ class MLPBlock(NamedTuple):
         self, x: Tensor, output: Tensor | None, dropouts: Dropouts
     ) -> tuple[Tensor | None, SavedMLP]:
         """Return total, in output if that is given and else not at all, and what backward needs."""
-        block, inputs = self.block, self.block.inputs
+        frame, inputs = self.frame, self.frame.inputs
         gate_up, m, rstd = inputs.buffer.project_norm(
-            x, block.norm, inputs.base_bias, dropouts.inputs,
-            output if adds_to_copy(block, dropouts.output) else None,
+            x, frame.norm, inputs.base_bias, dropouts.inputs,
+            output if adds_to_copy(frame, dropouts.output) else None,
         )  # fmt: skip
         z_down, normed = self._add_activated(gate_up, x, output, dropouts.output)
         return output, SavedMLP(Entered(m, rstd), gate_up, z_down, normed)
@@ -81,18 +81,18 @@ class MLPBlock(NamedTuple):
     ) -> tuple[Tensor, Normed | None]:
         """Write x plus down of the activated gate_up into output, if it is given. Return z of down,
         and down's output where that is normed."""
-        block, down = self.block, self.block.output
+        frame, down = self.frame, self.frame.output
 
         def add(residual: Tensor, total: Tensor | None) -> Tensor:
             return down.buffer.add_swiglu(
-                gate_up, residual, total, down.base_bias, block.multiplier, self.activation, dropout
+                gate_up, residual, total, down.base_bias, frame.multiplier, self.activation, dropout
             )
 
-        if block.norm_after is not None:
+        if frame.norm_after is not None:
             projected = torch.zeros_like(x)
             z = add(projected, projected)
             target = torch.empty_like(x) if output is None else output
-            return z, add_norm_of(x, projected, block.norm_after, target)
+            return z, add_norm_of(x, projected, frame.norm_after, target)
         if output is None:
             (z,) = once(lambda: (add(x, None),), is_small=True)
         else:
@@ -105,7 +105,7 @@ class MLPBlock(NamedTuple):
         before: BlockBackward | None,
     ) -> tuple[Gradient | None, tuple]:  # fmt: skip
         """Return the gradients of x, None if nothing needs it, and of what the block trains."""
-        gate_up, down, dropouts = self.block.inputs, self.block.output, run.dropouts
+        gate_up, down, dropouts = self.frame.inputs, self.frame.output, run.dropouts
         entered = saved.entered
         g = run.of_output(gradient, saved.normed)
         assert g.rows is not None

@@ -1,6 +1,6 @@
 """The operands of a block: what it trains, what it does not, and whether they fit together.
 
-`Block` names what all blocks have in common (`block.py` says what a block is).
+`Frame` names what all blocks have in common (`block.py` says what a block is).
 
 An autograd function takes and returns its tensors as a flat sequence. `Trained` names them:
 `from_flat` reads the tensors, or autograd's flags for them, and `flat` writes their gradients in
@@ -48,8 +48,8 @@ class Trained(NamedTuple):
         return (*adapters, *self.biases, self.norm, self.norm_after) if self.biases else adapters
 
 
-class Block(NamedTuple):
-    """The operands of a block that it does not train."""
+class Frame(NamedTuple):
+    """What a block has around its computation, and does not train."""
 
     norm: Norm | None  # None: the projections take hidden as it is
     inputs: WeightGroup  # of the projections that read the norm
@@ -89,7 +89,7 @@ class Block(NamedTuple):
         """Return True if the gradient of the output is that of what the last projection gave."""
         return self.norm_after is None and self.multiplier == 1.0
 
-    def with_others(self, name: str, trained: Trained) -> "Block":
+    def with_others(self, name: str, trained: Trained) -> "Frame":
         """Return the block with its biases and norms replaced by those that are trained."""
         if not self.trains_others:
             return self
@@ -160,37 +160,37 @@ class Dropouts(NamedTuple):
     output: Dropout | None = None
 
 
-def draw_dropouts(name: str, block: Block, tokens: int, of_output: bool = True) -> Dropouts:
+def draw_dropouts(name: str, frame: Frame, tokens: int, of_output: bool = True) -> Dropouts:
     """Draw the masks of the inputs of a block's projections. Each is the same, whichever others
     are drawn."""
-    if not any(block.dropout_rates):
+    if not any(frame.dropout_rates):
         return Dropouts()
-    is_drawn = [not block.has_entered] * len(block.inputs.out_features) + [of_output]
+    is_drawn = [not frame.has_entered] * len(frame.inputs.out_features) + [of_output]
     rates = [
-        rate if drawn else 0.0 for rate, drawn in zip(block.dropout_rates, is_drawn, strict=True)
+        rate if drawn else 0.0 for rate, drawn in zip(frame.dropout_rates, is_drawn, strict=True)
     ]
-    columns = [block.inputs.in_features] * (len(rates) - 1) + [block.output.in_features]
-    before = block.masks_before
+    columns = [frame.inputs.in_features] * (len(rates) - 1) + [frame.output.in_features]
+    before = frame.masks_before
     masks = draw_masks(
-        name, block.seed, [0.0] * before + rates, [tokens] * (before + len(rates)),
+        name, frame.seed, [0.0] * before + rates, [tokens] * (before + len(rates)),
         [0] * before + columns,
     )  # fmt: skip
     if masks is None:
         return Dropouts()
     *its, last = masks[before:]
     return Dropouts(
-        Dropout(tuple(its), block.inputs.blocks) if any(its) else None,
-        Dropout((last,), block.output.blocks) if last else None,
+        Dropout(tuple(its), frame.inputs.blocks) if any(its) else None,
+        Dropout((last,), frame.output.blocks) if last else None,
     )
 
 
-def check_block(name: str, hidden: Tensor, trained: Trained, block: Block) -> None:
+def check_block(name: str, hidden: Tensor, trained: Trained, frame: Frame) -> None:
     """Raise ValueError where shapes do not fit together, naming the tensor."""
     *adapters, last = trained.adapters
-    if not block.has_entered:
-        check_adapters(f"{name}: inputs", adapters, block.inputs)
-    check_adapters(f"{name}: output", (last,), block.output)
-    for key, norm in (("norm", block.norm), ("norm_after", block.norm_after)):
+    if not frame.has_entered:
+        check_adapters(f"{name}: inputs", adapters, frame.inputs)
+    check_adapters(f"{name}: output", (last,), frame.output)
+    for key, norm in (("norm", frame.norm), ("norm_after", frame.norm_after)):
         if norm is not None and norm.weight.shape != hidden.shape[2:]:
             raise ValueError(
                 f"{name}: {key} is {list(norm.weight.shape)}, should be {list(hidden.shape[2:])}"

@@ -183,11 +183,11 @@ def assert_layer_is(model, oracle, device):
     *adapters, blocks = layer_case.operands_of(layer_case.layer_of(model))
     adapters = [t.detach().requires_grad_() for t in adapters]
     groups = [
-        [WeightGroup(oracle(group), group.layout) for group in block.block.groups]
+        [WeightGroup(oracle(group), group.layout) for group in block.frame.groups]
         for block in blocks
     ]
     exact = [
-        block._replace(block=block.block._replace(inputs=inputs, output=output))
+        block._replace(frame=block.frame._replace(inputs=inputs, output=output))
         for block, (inputs, output) in zip(blocks, groups, strict=True)
     ]
 

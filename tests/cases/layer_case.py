@@ -64,7 +64,7 @@ def operands_of(layer):
 def of_a_call(blocks, cos, sin):
     """Return an attention and an MLP for a call with these angles, and a seed for dropout."""
     seed = torch.tensor([5], device=cos.device)
-    attention, mlp = (block._replace(block=block.block._replace(seed=seed)) for block in blocks)
+    attention, mlp = (block._replace(frame=block.frame._replace(seed=seed)) for block in blocks)
     return attention._replace(positions=cos.shape[1], cos=cos, sin=sin), mlp
 
 

@@ -22,7 +22,7 @@ FEW = (1, 4)  # tokens, for tests that measure no error
 def tensors_of(blocks):
     """Return the tensors that blocks read but do not train."""
     tensors, _ = split(blocks)
-    return tensors + [group.buffer.matrix for block in blocks for group in block.block.groups]
+    return tensors + [group.buffer.matrix for block in blocks for group in block.frame.groups]
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
@@ -249,7 +249,7 @@ ERRORS = [
     ({"attention.cos": trained}, "cos or sin requires a gradient"),
     ({"attention.cos": narrow}, "cos has 25 angles, should have 2 of each pair"),
     ({"mlp.activation": lambda _: "relu"}, "activation is 'relu', should be 'silu' or"),
-    ({"mlp.block.norm.weight": narrow}, r"Layer, MLPBlock: norm is \[51\], should be \[52\]"),
+    ({"mlp.frame.norm.weight": narrow}, r"Layer, MLPBlock: norm is \[51\], should be \[52\]"),
     (
         {f"attention.{name}": lambda t: t.repeat(1, 1, 2) for name in ("cos", "sin")},
         r"cos is \[1, 9, 52\], should be \[1 or 2, 9, 26\]",

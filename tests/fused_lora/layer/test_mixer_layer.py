@@ -147,7 +147,7 @@ def test_the_input_is_saved_once_and_masks_by_the_function_that_uses_them_alone(
 
     torch.manual_seed(0)
     *_, blocks = operands_of(layer_of(fused))
-    groups = [group for block in blocks for group in block.block.groups]
+    groups = [group for block in blocks for group in block.frame.groups]
     columns = [group.in_features for group in groups for _ in group.out_features]
     seed = draw_seed(torch.device(device))
     whole = draw_masks("a layer", seed, [0.3] * 8, [10] * 8, columns)

@@ -23,7 +23,7 @@ BF16 = {"dtype": torch.bfloat16}
 def groups_of(layer):
     """The layer's four buffers, as its next forward has them, and the adapters that go there."""
     *row, blocks = operands_of(layer)
-    return [group for block in blocks for group in block.block.groups], adapters_of(row)
+    return [group for block in blocks for group in block.frame.groups], adapters_of(row)
 
 
 def base_layers(layer):
