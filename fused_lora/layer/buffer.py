@@ -280,11 +280,11 @@ class WeightGroup:
 
     def __init__(self, buffer: Buffer, layout: GroupLayout, own_bias: Tensor | None = None):
         self.buffer, self.A, self.sB, self.layout = buffer, buffer.A, buffer.sB, layout
-        self.in_features, self.out_features, self.frames, self.scalings = layout
+        self.in_features, self.out_features, self.blocks, self.scalings = layout
         self.out = sum(self.out_features)
-        self.starts = tuple(accumulate(self.frames[:-1], initial=0))
+        self.starts = tuple(accumulate(self.blocks[:-1], initial=0))
         self.own_bias = own_bias
-        self.place = self.A.data_ptr(), self.A.dtype, self.frames, self.scalings
+        self.place = self.A.data_ptr(), self.A.dtype, self.blocks, self.scalings
         width = self.A.shape[0]
         self.x_columns, self.grad_columns = self.in_features + width, self.out + width
         self.bias = buffer.bias if own_bias is None else own_bias
@@ -299,9 +299,9 @@ class WeightGroup:
 
     def by_adapter(self, border: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         """Return the columns of each adapter in z, or in p: the first of its block."""
-        rest = border.shape[1] - sum(self.frames)
-        parts = border.split_with_sizes((*self.frames, rest), 1)[:-1]
-        if self.frames == (*ranks,):
+        rest = border.shape[1] - sum(self.blocks)
+        parts = border.split_with_sizes((*self.blocks, rest), 1)[:-1]
+        if self.blocks == (*ranks,):
             return list(parts)
         return [part[:, :rank] for part, rank in zip(parts, ranks, strict=True)]
 
