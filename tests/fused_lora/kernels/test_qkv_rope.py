@@ -183,6 +183,12 @@ def test_v_is_normed_as_k_is_by_weights_of_1(device):
         assert relative_error(as_v, as_k) < 1e-6 < 1e-2 < relative_error(as_v, start)
 
 
+def test_heads_are_normed_together_where_k_has_only_one(device):
+    case = make_normed("MQA, angles of each sequence", torch.float32, device, together=True)
+    for got, want in zip(fused_normed(case), eager_normed(case), strict=True):
+        assert relative_error(got, want) < 1e-6
+
+
 def test_weights_of_norms_may_be_of_another_dtype(device):
     """Use fp32 and fp16 weights, as under autocast."""
     *others, q_weight, k_weight = make_normed("GQA", torch.bfloat16, device)
