@@ -271,8 +271,6 @@ FAULTS = (
           ")", "unchanged"),
     Fault("fused_lora/reading/unchanged.py", "[*chain.from_iterable(self._keyed)] == self._keys",
           "self._keyed", "unchanged"),
-    Fault("fused_lora/reading/unchanged.py", "[*map(id, tensors := self._tensors_now())] ==",
-          "(tensors := self._tensors_now()) and self._ids ==", "unchanged"),
     Fault("fused_lora/reading/unchanged.py", "and self._shared == self._shared_then",
           "and self._shared", "unchanged"),
     Fault("fused_lora/reading/unchanged.py", "and _elsewhere() == self._elsewhere",

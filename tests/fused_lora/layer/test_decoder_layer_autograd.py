@@ -131,7 +131,7 @@ def test_rows_are_taken_over_only_where_they_are_the_gradient(between, taken, de
     got = gradients(function, copies=False)
     # nobody takes the first layer's offer until the next one replaces it
     assert taken == [False, is_taken]
-    blocks[1].block.filling.handover.take(grad, 0)
+    blocks[1].frame.filling.handover.take(grad, 0)
     want = gradients(function, copies=True)
     assert not taken[-1] and len(got) == 29
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))

@@ -246,6 +246,9 @@ SETTINGS = {
         PROJECTION, lambda p: p.scaling.update(default=torch.tensor(p.scaling["default"]))
     ),
     "eps": set_eps,
+    "an element of a list": at_module(
+        PROJECTION, lambda p: p._active_adapter.__setitem__(0, "none")
+    ),
     "attention's scaling": at_module("self_attn", lambda one: setattr(one, "scaling", 0.01)),
     "attention's implementation": lambda model: model.set_attn_implementation("eager"),
     "a bias is trained": at_module(PROJECTION, lambda p: p.base_layer.bias.requires_grad_()),
