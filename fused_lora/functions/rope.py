@@ -17,6 +17,8 @@ from ..kernels.head_norms import HeadNorms
 from ..kernels.qkv_rope import _qkv_rope_kernel, rotate
 
 
+# torch 2.11 fails to trace the launch where sizes vary
+@torch.compiler.disable
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:

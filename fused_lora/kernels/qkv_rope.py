@@ -87,6 +87,7 @@ def _write_heads(
     if eps is not None:
         squares = tl.zeros([BLOCK_HEADS, 1], tl.float32)
     # 0.0 behind the end, which adds nothing to the sum of squares
+    OTHER: tl.constexpr = None if eps is None else 0.0
     if HALF > 0:
         pairs = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
         is_pair = (heads < HEADS) & (pairs < HALF)
@@ -96,8 +97,8 @@ def _write_heads(
         else:
             first = pairs
             second = pairs + HALF
-        x_1 = tl.load(x_ptr + first, mask=is_pair, other=0.0).to(tl.float32)
-        x_2 = tl.load(x_ptr + second, mask=is_pair, other=0.0).to(tl.float32)
+        x_1 = tl.load(x_ptr + first, mask=is_pair, other=OTHER).to(tl.float32)
+        x_2 = tl.load(x_ptr + second, mask=is_pair, other=OTHER).to(tl.float32)
         if eps is not None:
             w_1 = load_weights(weight_ptr, heads, first, is_pair, HEAD_DIM, TOGETHER, ZERO_CENTERED)
             w_2 = load_weights(
@@ -107,7 +108,7 @@ def _write_heads(
     if REST > 0:
         rest = 2 * HALF + tl.arange(0, triton.next_power_of_2(REST))[None, :]
         is_rest = (heads < HEADS) & (rest < HEAD_DIM)
-        x_rest = tl.load(x_ptr + rest, mask=is_rest, other=0.0)
+        x_rest = tl.load(x_ptr + rest, mask=is_rest, other=OTHER)
         if eps is not None:
             x_rest = x_rest.to(tl.float32)
             squares += tl.sum(x_rest * x_rest, axis=1)[:, None]

@@ -29,6 +29,7 @@ from ..foreign.parallel import is_in_fsdp
 from ..layer.buffer import PlacedWeight
 from ..layer.shards import Shard
 from ..rerun import join, split
+from ..step.hooks import Bystander
 
 Result = TypeVar("Result", bound=tuple)
 
@@ -240,6 +241,8 @@ class _Found:
             self.is_complete &= type(value) in PLAIN
         elif isinstance(value, tuple):
             self._open_each(value)
+        elif isinstance(value, Bystander):  # on the module for a call, and may hold the model
+            self.is_complete = False
         elif isinstance(value, PretrainedConfig | Shard) or _is_bitsandbytes(value):
             self.dicts.append(vars(value))
             self._open_each(vars(value).values())

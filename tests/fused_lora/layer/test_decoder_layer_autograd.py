@@ -260,7 +260,11 @@ ERRORS = [
         "sin is torch.float64 on .*, should be bfloat16, float16 or",
     ),
     (
-        {"attention.head_norms": lambda _: HeadNorms(*[torch.ones(52)] * 2, 1e-6, 1e-6)},
+        {
+            "attention": lambda block: block._replace(
+                head_norms=HeadNorms(*[block.cos.new_ones(52)] * 2, 1e-6, 1e-6)
+            )
+        },
         r"k_norm is \[52\], should be \[26\], or of all heads together \[52\] for q and \[26\]",
     ),
     ({"q_A": None}, "24 trained tensors given, should be 25: A and B of each projection of"),
