@@ -127,7 +127,7 @@ def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
 # what is added, or join q, k and v. Gemma 4 has GELU, norms on both sides, and more after the MLP.
 @pytest.mark.slow("offload-SmolLM3")
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", ["SmolLM3", "Granite", "OLMo 2", "Gemma 4", "Phi-3"])
+@pytest.mark.parametrize("name", ["SmolLM3", "Granite", "OLMo 2", "Gemma 4", "Phi-3", "Qwen3-MoE"])
 @pytest.mark.parametrize("policy", ["offload", "full"])
 def test_layers_that_run_whole_join_the_loss_where_they_run_again(policy, name, device):
     fused, plain, _ = beside(
