@@ -291,7 +291,7 @@ FAULTS = (
     Fault("fused_lora/forwards/layer_reading.py", "(before_attention, after_attention), _proj",
           "(before_mlp, after_mlp), _proj", "blocks"),
     Fault("fused_lora/forwards/layer_reading.py", "return why_mixed(layer) or (None if",
-          "return (None if", "families"),
+          "return (None if", "blocks"),
     Fault("fused_lora/forwards/layer_reading.py", "[mixing.name, *filter(None, mixing.norms)]",
           "[*filter(None, mixing.norms)]", "one_block"),
     Fault("fused_lora/layer/decoder_layer.py", "output = total.detach().view(output.shape)",
