@@ -8,7 +8,7 @@ from torch import nn
 from ..foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
 from ..foreign.ownership import fused_parts_of
 from ..foreign.parallel import between_forwards
-from ..forwards.layer_reading import layer_weights
+from ..forwards.layer_reading import children_in_blocks, layer_weights
 from ..reading.projection import BASE_IS_TRAINED, has_adapters
 from ..weights.borders import Border, borders_of
 from .switches import BORDERS, SWITCHES, switches_for
@@ -66,18 +66,20 @@ def report(model: nn.Module) -> FusionReport:
     A module counts as left if its adapters are merged, it is on the CPU, or somebody has replaced
     its forward since. So does one that reads FSDP's weights, which are sharded between forwards,
     and one that was not able to run fused when you called `fuse`, until you call it again. Modules
-    inside a layer that runs fused as a whole are not listed.
+    inside a layer that runs fused as a whole are not listed. A layer of which only the attention
+    does, or its mixer, is in both lists: with the reason why its MLP does not.
     """
     check_is_module("report", model)
     found = FusionReport({}, {})
     asked = asked_for(model)
-    whole = tuple(
-        f"{name}."
+    in_blocks = tuple(
+        f"{name}.{child}."
         for name, module, site in SWITCHES["layer"].candidates(model)
         if "layer" in fused_parts_of(module) and site.why_not_now(model, name) is None
+        for child in children_in_blocks(module, site.left(site.read(module)))
     )
     for part in (part for part in SWITCHES if part in asked):
-        _report_part(found, model, part, whole)
+        _report_part(found, model, part, in_blocks)
     for switch in asked & BORDERS.keys():
         found.left.update(_why_not_in(model, BORDERS[switch]))
     layers = {name: policy_of(layer) for name, layer in layers_of(model)}
@@ -110,15 +112,17 @@ def _why_not_in(model: nn.Module, kind: type[Border]) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _report_part(found: FusionReport, model: nn.Module, part: str, whole: tuple[str, ...]) -> None:
-    """Report one part, skipping modules inside these whole layers."""
+def _report_part(
+    found: FusionReport, model: nn.Module, part: str, in_blocks: tuple[str, ...]
+) -> None:
+    """Report one part, skipping modules in the blocks of layers."""
     found.fused[part] = []
-    running = total = 0
+    running = total = in_part = 0
     candidates = list(SWITCHES[part].candidates(model))
     if not candidates:
         found.left[part] = SWITCHES[part].none_found
     for name, module, site in candidates:
-        if name.startswith(whole):
+        if f"{name}.".startswith(in_blocks):
             continue
         units = site.units(module)
         total += len(units)
@@ -131,12 +135,15 @@ def _report_part(found: FusionReport, model: nn.Module, part: str, whole: tuple[
             continue
         found.fused[part].append(name)
         left = site.left(site.read(module))
-        found.left.update({f"{name}.{unit}": why for unit, why in left.items()})
+        found.left.update({f"{name}.{unit}".rstrip("."): why for unit, why in left.items()})
+        in_part += "" in left  # the layer, of which a block runs
         apart = left.keys() & set(units)
         for unit in units:  # one without an adapter only runs fused together with all others
             is_adapted = not apart or hasattr(module.get_submodule(unit), "lora_A")
             running += is_adapted and unit not in apart
     found.counts[part] = f"{running} of {total} {SWITCHES[part].units}"
+    if in_part:
+        found.counts[part] += f" and {in_part} in part"
     if part == "layer" and found.fused[part]:
         borders = borders_of(model.get_submodule(found.fused[part][0]))
         if borders is not None:

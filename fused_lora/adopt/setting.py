@@ -17,6 +17,7 @@ from ..foreign.ownership import (
 from ..foreign.parallel import let_shard
 from ..forwards.layer import give_borders
 from ..forwards.mixer_layer import mixers
+from ..reading.aside import reasons_of
 from ..reading.site import FusedForward, Site
 from ..weights.borders import Border, LayerBorders, borders_of
 from ..weights.default_border import DefaultBorder
@@ -58,7 +59,7 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
         for name, module, site in SWITCHES[part].candidates(model):
             owner = owner_of(module)
             if owner is not None and site.why_not(model, name) is None:  # not to be said again
-                owner.reported.update(map(": ".join, site.left(site.read(module)).items()))
+                owner.reported.update(reasons_of(site.left(site.read(module))))
     whole = [(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)]
     give_borders(whole)
     for name, module in model.named_modules():

@@ -78,10 +78,10 @@ def _bases_to_shard(model: nn.Module, ranks: int) -> dict[str, nn.Linear]:
         if is_in_fsdp(layer):
             raise ValueError("shard_base: fully_shard shards the model already: take one of them")
         reads, reason = attempt(read_groups, layer, DefaultBorder)
-        if reason:
-            reasons.append(reason)
+        if reason or reads.left:
+            reasons.append(reason or reads.left)
             continue
-        for read in (read for reads_of_group in reads for read in reads_of_group):
+        for read in (read for reads_of_group in reads.groups for read in reads_of_group):
             if read.is_packed or read.weight.dtype not in DTYPES:
                 continue
             if read.weight.shape[0] % ranks:

@@ -69,7 +69,9 @@ NO_LAYER = "it has no decoder layer that we know"
 SWIGLU = ("_swiglu_forward_kernel", "_swiglu_backward_kernel")
 NORMS = ("_rms_norm_forward_kernel", "_rms_norm_backward_kernel")
 UNPACKS = ("_dequantize_4bit_kernel",)
-LAYERS = ("_qkv_rope_kernel", "_swiglu_backward_products_kernel")
+LAYERS = (
+    "_qkv_rope_kernel", "_swiglu_backward_products_kernel|_routed_swiglu_backward_kernel",
+)  # fmt: skip
 LAYERS_RAN = Evidence({"DecoderLayer": 1}, (*LAYERS, *NORMS), UNPACKS)
 FP8_LAYERS_RAN = Evidence(
     {"DecoderLayer": 1}, (*LAYERS, NORMS[1], "_fp8_rows_kernel", "_fp8_borders_kernel")

@@ -1,7 +1,8 @@
 """The switch `layer`: the forward of a whole decoder layer, on buffers of weights.
 
-`layer_reading.py` reads the layer. It runs as one function, or with a mixer as two around that. One
-that cannot runs its other fused parts one by one, and warns once.
+`layer_reading.py` reads the layer. It runs as one function, or with a mixer as two around that. If
+its MLP cannot, as no mixture of experts can, attention or the mixer still runs as a block. A layer
+that cannot do that either runs its other fused parts one by one. Both warn once.
 """
 
 from collections.abc import Sequence
@@ -32,11 +33,11 @@ from ..rerun import once, saving_last
 from ..weights.borders import Border, borders_of
 from ..weights.sharded_weight import ShardedWeight
 from . import layer_reading as reading
-from .attend import mask_for_attention, q_scale_of, rotates, window_beside
+from .attend import full_angles, mask_for_attention, q_scale_of, rotates, sinks_and_window_of
 from .attention import head_norms_of
 from .mixer_layer import has_mixer, run_mixer
 from .mlp import activation_of
-from .rms_norm import finished, normed_layer_forward
+from .rms_norm import active_norm, after_attention, finished, normed_layer_forward
 
 # what a call tells a layer that its mixer does not take
 NOT_THE_MIXERS = {
@@ -45,17 +46,18 @@ NOT_THE_MIXERS = {
 
 
 def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, *inputs, **options):
-    """Run a layer as one, or else in parts."""
+    """Run a layer as one, or its first block, or else in parts."""
     if reading.is_flattened_in(layer):
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
     call = by_name(layer, inputs) | options
     # a recompute computes what the forward did: nothing is read again
     found, reason = once(lambda: attempt(_read_call, layer, hidden_states, call), is_small=True)
+    why = reason or found.left
+    # inference may be called in any way, with a cache for example
+    if why and torch.is_grad_enabled():
+        say_once(layer, why)
     if not reason:
         return _run(layer, found, hidden_states, call)
-    # inference may be called in any way, with a cache for example
-    if torch.is_grad_enabled():
-        say_once(layer, reason)
     # a mixer takes a mask [batch, positions]; the class's forward takes no documents
     if not has_mixer(layer) and not fused_parts_of(layer.self_attn):
         mask = call.get("attention_mask")
@@ -70,7 +72,8 @@ class LayerOperands(NamedTuple):
 
     trained: tuple[Tensor | None, ...]  # by the blocks
     mixing: AttentionBlock | MixerBlock
-    mlp: MLPBlock
+    mlp: MLPBlock | None  # None: the class's forward runs it
+    left: str  # the reason for that
     norms_dtype: torch.dtype
     weights_dtype: torch.dtype
     # projections that the trained ones are computed from, in every call and in its recompute as
@@ -79,13 +82,14 @@ class LayerOperands(NamedTuple):
 
 
 def _read_call(layer: Any, hidden: Tensor, call: dict[str, Any]) -> LayerOperands:
-    """Return a layer's operands. Raises a Refusal if it cannot run as one in this call."""
-    refuse(reading.why_not_call(layer, call))
+    """Return a layer's operands. Raises a Refusal if no block of it can run in this call."""
+    refuse(reading.why_not_call(layer, hidden, call))
 
     def read() -> LayerOperands:
-        reads = reading.read_whole(layer)
-        refuse(reading.why_not_hidden(hidden, reading.dtype_of(layer), reads[0][0].weight.dtype))
-        return read_operands(layer, reads)
+        running = reading.read_running(layer)
+        weight = running.groups[0][0].weight
+        refuse(reading.why_not_hidden(hidden, reading.dtype_of(layer), weight.dtype))
+        return read_operands(layer, running)
 
     found = unchanged.result(layer, read, _without_buffers, _with_buffers)
     refuse(reading.why_not_hidden(hidden, found.norms_dtype, found.weights_dtype))
@@ -96,33 +100,41 @@ def _without_buffers(found: LayerOperands) -> LayerOperands:
     """Return operands to keep until the next call: a buffer is freed once weights have left it."""
     if found.computed_from:
         found = found._replace(trained=())
-    first, second = found.mixing.frame, found.mlp.frame
-    return _with(found, *(group.layout for group in (*first.groups, *second.groups)))
+    return _with(found, *(group and group.layout for group in _groups_of(found)))
 
 
 def _with_buffers(kept: LayerOperands) -> LayerOperands | None:
-    first, second = kept.mixing.frame, kept.mlp.frame
-    borders: Any = first.filling
-    groups = borders.again((*first.groups, *second.groups))
+    borders: Any = kept.mixing.frame.filling
+    groups = borders.again(_groups_of(kept))
     return None if groups is None else _with(kept, *groups)
 
 
+def _groups_of(found: LayerOperands) -> tuple:
+    """Return what the four buffers hold, None for those of an MLP that does not run."""
+    return *found.mixing.frame.groups, *(found.mlp.frame.groups if found.mlp else (None, None))
+
+
 def _with(found: LayerOperands, qkv: Any, o: Any, gate_up: Any, down: Any) -> LayerOperands:
-    mixing, mlp = found.mixing, found.mlp
-    first = mixing.frame._replace(inputs=qkv, output=o)
-    second = mlp.frame._replace(inputs=gate_up, output=down)
-    return found._replace(mixing=mixing._replace(frame=first), mlp=mlp._replace(frame=second))
+    first = found.mixing.frame._replace(inputs=qkv, output=o)
+    found = found._replace(mixing=found.mixing._replace(frame=first))
+    if found.mlp is None:
+        return found
+    second = found.mlp.frame._replace(inputs=gate_up, output=down)
+    return found._replace(mlp=found.mlp._replace(frame=second))
 
 
 def _run(layer: Any, operands: LayerOperands, hidden: Tensor, call: dict[str, Any]) -> Tensor:
     trained, mixing, mlp, *_, computed_from = operands
-    first, second = mixing.frame, mlp.frame
     if computed_from:
         parts, _ = reading.parts_and_ranks(layer, computed_from)
-        trained = *_trained(parts[:2], first), *_trained(parts[2:], second)
-    seed = seed_for(hidden, *first.dropout_rates, *second.dropout_rates)
-    if seed is not None:
-        first, second = first._replace(seed=seed), second._replace(seed=seed)
+        trained = _trained(parts[:2], mixing.frame)
+        if mlp is not None:
+            trained += _trained(parts[2:], mlp.frame)
+    rates = [rate for block in (mixing, mlp) if block for rate in block.frame.dropout_rates]
+    first = mixing.frame
+    if (seed := seed_for(hidden, *rates)) is not None:
+        first = first._replace(seed=seed)
+        mlp = mlp and mlp._replace(frame=mlp.frame._replace(seed=seed))
     mask = call.get("attention_mask")
     found = gate = None
     if isinstance(mixing, MixerBlock):
@@ -134,57 +146,65 @@ def _run(layer: Any, operands: LayerOperands, hidden: Tensor, call: dict[str, An
         trained = trained[before:]
     else:
         attention = layer.self_attn
-        cos, sin = call["position_embeddings"] if rotates(attention) else (None, None)
+        cos = sin = None
+        if rotates(attention):
+            cos, sin = full_angles(attention, *call["position_embeddings"])
+        sinks, window = sinks_and_window_of(attention, mask)
         mixing = mixing._replace(
             frame=first, positions=hidden.shape[1], cos=cos, sin=sin, mask=mask,
-            q_scale=q_scale_of(attention, call), window=window_beside(attention, mask),
+            q_scale=q_scale_of(attention, call), window=window, sinks=sinks,
         )  # fmt: skip
+    layer_input = call.get("per_layer_input")
+    if mlp is None:
+        total = DecoderLayer.apply(hidden, found, gate, *trained, (mixing,))
+        return after_attention(layer, total, layer_input)
 
     def run(output_needed: bool) -> Tensor:
-        blocks = mixing, mlp._replace(frame=second, output_needed=output_needed)
+        blocks = mixing, mlp._replace(output_needed=output_needed)
         return DecoderLayer.apply(hidden, found, gate, *trained, blocks)
 
-    return finished(layer, saving_last(run), call.get("per_layer_input"))
+    return finished(layer, saving_last(run), layer_input)
 
 
-def read_operands(layer: Any, reads: list[list[Projection]]) -> LayerOperands:
+def read_operands(layer: Any, running: reading.Running) -> LayerOperands:
     """Return a layer's operands, whose weights are in buffers then."""
     borders = borders_of(layer)
     assert borders is not None
+    reads, left = running
     parts, ranks = reading.parts_and_ranks(layer, reads)
-    qkv, o, gate_up, down = borders.find_or_make(reads, parts, ranks, reading.dtype_of(layer))
+    dtype = reading.dtype_of(layer)
+    found: Any = borders.find_or_make(reads, parts, ranks, dtype)
+    qkv, o, gate_up, down = found
     form = layer_form(layer)
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
-    norms = reading.norms_of(layer)
-    (norm_form,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
-    before_attention, after_attention, before_mlp, after_mlp = (
-        Norm(norms[name].weight, getattr(norms[name], norm_form.eps), norm_form.zero_centered)
-        if name
-        else None
-        for name in reading.names_of_norms(form)
-    )
-    # the layer before has a down like this one
-    first = Frame(
-        before_attention, qkv, o, borders, after_attention, multiplier,
-        columns_before=down.grad_columns,
-    )  # fmt: skip
-    masks_before = sum(map(len, parts[:2]))
-    second = Frame(
-        before_mlp, gate_up, down, borders, after_mlp, multiplier, masks_before=masks_before
-    )
-    (mixing_trains, first), (mlp_trains, second) = (
-        _with_reads(parts[:2], first),
-        _with_reads(parts[2:], second),
-    )
+    before, after, before_mlp, after_mlp = reading.names_of_norms(form)
+    trained, first = _with_reads(parts[:2], Frame(
+        _norm(layer, before), qkv, o, borders, _norm(layer, after), multiplier,
+        # the layer before has a down like this one
+        columns_before=0 if left else down.grad_columns,
+    ))  # fmt: skip
+    mlp = None
+    if not left:
+        its, second = _with_reads(parts[2:], Frame(
+            _norm(layer, before_mlp), gate_up, down, borders, _norm(layer, after_mlp), multiplier,
+            masks_before=sum(map(len, parts[:2])),
+        ))  # fmt: skip
+        trained += its
+        mlp = MLPBlock(second, activation_of(reading.mlp_of(layer)))
     is_split = sum(map(len, parts)) > sum(map(len, reads))
     is_computed = is_split or any(read.lora_bias is not None for one in reads for read in one)
     return LayerOperands(
-        (*mixing_trains, *mlp_trains),
-        MixerBlock(first) if has_mixer(layer) else _attention_block(layer, first),
-        MLPBlock(second, activation_of(reading.mlp_of(layer))),
-        reading.dtype_of(layer), reads[0][0].weight.dtype,
-        tuple(map(tuple, reads)) if is_computed else (),
+        trained, MixerBlock(first) if has_mixer(layer) else _attention_block(layer, first), mlp,
+        left, dtype, reads[0][0].weight.dtype, tuple(map(tuple, reads)) if is_computed else (),
     )  # fmt: skip
+
+
+def _norm(layer: Any, name: str) -> Norm | None:
+    if not name:
+        return None
+    norm = active_norm(layer._modules[name])
+    form = known_form(norm, "RMSNorm")
+    return Norm(norm.weight, getattr(norm, form.eps), form.zero_centered)
 
 
 def _attention_block(layer: Any, frame: Frame) -> AttentionBlock:
@@ -239,11 +259,10 @@ def give_borders(layers: Sequence[tuple[str, Any]]) -> None:
         borders.scratches = alternating[index % 2] if is_sharded else scratches
         borders.handover, borders.index = handover, index
         borders.gathering, borders.replica_of = gathering, replica_of
-        reads, reason = attempt(reading.read_whole, layer)
-        if not reason and not _waits(reads[0][0].weight, borders.kind):
-            borders.find_or_make(
-                reads, *reading.parts_and_ranks(layer, reads), reading.dtype_of(layer)
-            )
+        running, reason = attempt(reading.read_running, layer)
+        if not reason and not _waits(running.groups[0][0].weight, borders.kind):
+            parts = reading.parts_and_ranks(layer, running.groups)
+            borders.find_or_make(running.groups, *parts, reading.dtype_of(layer))
         for base in reading.base_layers(layer):
             borders.kind.take_in(base)
 

@@ -22,6 +22,7 @@ from ..reading.projection import Projection, read_projection, trains_bias, why_c
 from ..reading.refusal import Refusal, attempt, refuse
 from ..weights.borders import Border, borders_of
 from ..weights.default_border import DefaultBorder
+from .attend import why_not_sinks
 from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_inputs, why_not_sdpa
 from .mixer_layer import has_mixer, mixer_of, noun_of, why_not_mixer, why_slow
 from .mlp import split_gate_up, why_not_activation
@@ -29,11 +30,19 @@ from .rms_norm import active_norm, why_mixed, why_not_within
 
 
 def read_layer(layer: Any, kind: type[Border] | None = None) -> dict[str, str]:
-    """Raise a Refusal if a layer cannot run as one now, on borders of the kind asked for. Return
-    what of it is a library's, and slow."""
-    read_whole(layer, kind)
+    """Raise a Refusal if no block of a layer can run now, on borders of the kind asked for. Return
+    what of it is a library's, and slow, and under "" why it does not run whole."""
+    left = read_running(layer, kind).left
     refuse(FLATTENED if is_flattened_in(layer) else None)
-    return why_slow(layer)
+    return why_slow(layer) | ({"": left} if left else {})
+
+
+def children_in_blocks(layer: Any, left: dict[str, str]) -> list[str]:
+    """Return the names of a layer's modules that run in its blocks, given what `read_layer` did."""
+    if "" not in left:
+        return [*layer._modules]
+    mixing, _ = block_forms(layer)
+    return [mixing.name, *filter(None, mixing.norms)]
 
 
 def is_flattened_in(layer: Any) -> bool:
@@ -41,8 +50,8 @@ def is_flattened_in(layer: Any) -> bool:
     return is_in_fsdp(layer) and any(map(is_flattened, base_layers(layer)))
 
 
-def why_not_call(layer: Any, call: dict[str, Any]) -> str | None:
-    """Return the reason if a layer cannot run as one in a call with these arguments."""
+def why_not_call(layer: Any, hidden: Tensor, call: dict[str, Any]) -> str | None:
+    """Return the reason if no block of a layer can run in a call with these arguments."""
     mask = call.get("attention_mask")
     if (reason := why_not_inputs(mask, call.get(CACHE), call)) is not None:
         return reason
@@ -51,6 +60,8 @@ def why_not_call(layer: Any, call: dict[str, Any]) -> str | None:
             return f"its attention_mask is {list(mask.shape)}, should be [batch, positions]"
     elif call.get("position_embeddings") is None:
         return "it was given no position_embeddings"
+    else:
+        return _within("self_attn", why_not_sinks(layer.self_attn, hidden, mask))
     return None
 
 
@@ -68,8 +79,16 @@ def why_not_hidden(hidden: Tensor, norms: torch.dtype, weights: torch.dtype) -> 
     )
 
 
-def read_whole(layer: Any, asked: type[Border] | None = None) -> list[list[Projection]]:
-    """Return the projections of a layer by buffer. Raises a Refusal if it cannot run as one now.
+class Running(NamedTuple):
+    """A layer as it runs now: its projections by buffer, none in those of an MLP that its class's
+    forward runs, and the reason for that."""
+
+    groups: list[list[Projection]]
+    left: str = ""
+
+
+def read_running(layer: Any, asked: type[Border] | None = None) -> Running:
+    """Return a layer as it runs now. Raises a Refusal if not even its first block can.
 
     asked: the kind of borders that it will have, if it does not have them yet.
     """
@@ -86,7 +105,8 @@ def read_whole(layer: Any, asked: type[Border] | None = None) -> list[list[Proje
 
 def dtype_of(layer: Any) -> torch.dtype:
     """Return the dtype of a layer's norms, which its weights may not show."""
-    return inner_norm(layer).weight.dtype
+    first, *_ = norms_of(layer).values()
+    return first.weight.dtype
 
 
 class BlockRead(NamedTuple):
@@ -96,14 +116,13 @@ class BlockRead(NamedTuple):
     reason: str = ""
 
 
-def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
-    """Return the projections of a layer by buffer. Raises a Refusal if one of its blocks cannot run
-    now, on such borders."""
-    refuse(_why_not_layer(layer, kind) or why_mixture(layer))
-    blocks = read_blocks(layer, kind)
-    for block in blocks:
-        refuse(block.reason or None)
-    every = [read for block in blocks for reads in block.reads for read in reads]
+def read_groups(layer: Any, kind: type[Border]) -> Running:
+    """Return a layer as it would run now, on such borders. Raises a Refusal if its attention, or
+    the mixer in its place, cannot."""
+    mixing, mlp = read_blocks(layer, kind)
+    refuse(mixing.reason or None)
+    groups = [*mixing.reads, *(mlp.reads or ([], []))]
+    every = [read for reads in groups for read in reads]
     refuse(_why_not_one_dtype(every))
     if has_mixer(layer) and any(map(trains_bias, every)):
         raise Refusal(
@@ -111,7 +130,7 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
             f"{noun_of(layer)}"
         )
     refuse(why_unloaded(layer, every))
-    return [reads for block in blocks for reads in block.reads]
+    return Running(groups, mlp.reason)
 
 
 def read_blocks(layer: Any, kind: type[Border]) -> tuple[BlockRead, BlockRead]:
@@ -128,7 +147,8 @@ def _why_not_layer(layer: Any, kind: type[Border]) -> str | None:
         return reason
     if has_mixer(layer) and kind.precision:
         return f"it has {noun_of(layer)}, which does not run{kind.precision}"
-    return None if why_mixture(layer) else why_not_whole(layer) or None
+    reason = why_not_whole(layer)
+    return why_mixed(layer) or (None if reason == MIXTURE_OF_EXPERTS else reason or None)
 
 
 class BlockForm(NamedTuple):
@@ -204,16 +224,11 @@ def _why_not_attention(layer: Any) -> str | None:
 
 def _why_not_mlp(layer: Any) -> str | None:
     mlp = mlp_of(layer)
-    return why_mixture(layer) or _within(layer_form(layer).mlp, (
+    if known_form(mlp, "MLP") is None and (reason := why_not_whole(layer)):
+        return reason  # a mixture of experts; a model may have some layers without
+    return _within(layer_form(layer).mlp, (
         why_not_class(mlp, "MLP") or why_call(mlp, own_forward=False) or why_not_activation(mlp)
     ))  # fmt: skip
-
-
-def why_mixture(layer: Any) -> str | None:
-    """Return the reason if a layer whose class we know has a mixture of experts, alone or beside an
-    MLP."""
-    reason = why_not_whole(layer)
-    return reason if reason == MIXTURE_OF_EXPERTS else why_mixed(layer)
 
 
 def _why_not_dropout(dropout: Any) -> str | None:
@@ -297,8 +312,8 @@ def base_layers(layer: Any) -> Iterator[Any]:
 
 
 def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
-    """Return, for each of a layer's four buffers, the module that has its projections, and their
-    names."""
+    """Return, for each of a layer's buffers, the module that has its projections, and their names:
+    four, or two if we do not know its MLP."""
     return _projections_of_mixing(layer) + _projections_of_mlp(layer)
 
 
@@ -315,7 +330,7 @@ def _projections_of_mixing(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
 def _projections_of_mlp(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
     mlp = mlp_of(layer)
     form = known_form(mlp, "MLP")
-    return [(mlp, form.projections), (mlp, (form.output,))]
+    return [] if form is None else [(mlp, form.projections), (mlp, (form.output,))]
 
 
 def mlp_of(layer: Any) -> Any:
@@ -330,14 +345,15 @@ def parts_and_ranks(
     parts = [
         qkv if has_mixer(layer) else split_qkv(layer.self_attn, qkv),
         o,
-        split_gate_up(gate_up),
+        split_gate_up(gate_up) if gate_up else [],
         down,
     ]
-    ranks = []
-    for group_parts, (owner, names) in zip(parts, grouped_projections(layer), strict=True):
-        adapters = (getattr(owner._modules[name], "lora_A", {}).values() for name in names)
-        largest = [max((A.out_features for A in its), default=0) for its in adapters]
-        ranks.append(largest * (len(group_parts) // len(names)))
+    ranks: list[list[int]] = [[] for _ in parts]
+    for i, (owner, names) in enumerate(grouped_projections(layer)):
+        if parts[i]:
+            adapters = (getattr(owner._modules[name], "lora_A", {}).values() for name in names)
+            largest = [max((A.out_features for A in its), default=0) for its in adapters]
+            ranks[i] = largest * (len(parts[i]) // len(names))
     return parts, ranks
 
 

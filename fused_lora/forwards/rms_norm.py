@@ -150,15 +150,9 @@ def normed_layer_forward(
         return step_aside(layer, reason, hidden_states, **options)
     per_layer_input = options.pop("per_layer_input", None)
     form = known_form(layer, "NormedLayer")
-    multiplier = getattr(layer, form.multiplier) if form.multiplier else None
-
-    def added(output: Tensor, name: str) -> Tensor:
-        output = getattr(layer, name)(output) if name else output
-        return output if multiplier is None else output * multiplier
-
     before = getattr(layer, form.before_attention)
     attended = _mixed(layer, before(hidden_states), options)
-    attended = added(attended, form.after_attention)
+    attended = _added(layer, attended, form.after_attention)
     if attended.dtype != hidden_states.dtype:  # fp32 weights under autocast: the sum is fp32
         residual = hidden_states + attended
         normalised = norm(residual)
@@ -168,10 +162,31 @@ def normed_layer_forward(
         normalised, residual = add_rms_norm(
             hidden_states, attended, norm.weight, eps, norm_form.zero_centered
         )
+    return _after_norm(layer, residual, normalised, per_layer_input)
+
+
+def after_attention(layer: Any, residual: Tensor, per_layer_input: Tensor | None) -> Tensor:
+    """Run a layer from its second residual on, as its class does."""
+    name = layer_form(layer).before_mlp
+    normalised = getattr(layer, name)(residual) if name else residual
+    return _after_norm(layer, residual, normalised, per_layer_input)
+
+
+def _after_norm(
+    layer: Any, residual: Tensor, normalised: Tensor, per_layer_input: Tensor | None
+) -> Tensor:
+    form = layer_form(layer)
     output = getattr(layer, form.mlp)(normalised)
     if isinstance(output, tuple):  # a mixture's routing comes second
         output = output[0]
-    return finished(layer, residual + added(output, form.after_mlp), per_layer_input)
+    return finished(layer, residual + _added(layer, output, form.after_mlp), per_layer_input)
+
+
+def _added(layer: Any, output: Tensor, name: str) -> Tensor:
+    """Return what a layer adds to its residual. name: of the norm or dropout before that."""
+    form = layer_form(layer)
+    output = getattr(layer, name)(output) if name else output
+    return output * getattr(layer, form.multiplier) if form.multiplier else output
 
 
 def finished(layer: Any, total: Tensor, per_layer_input: Tensor | None) -> Tensor:

@@ -149,7 +149,7 @@ def _rms_norm_backward_kernel(
         row = first + index
         x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
         grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0)
-        # early, a load hides behind the sum; in a loop over rows it costs registers, and a third more
+        # early, it hides behind the sum; in a loop over rows it costs registers, and 40% more time
         if column_scales_ptr is not None:
             residual_row = grad_residual_ptr + row * grad_residual_row_stride
             grad_residual = tl.load(residual_row + columns, mask=mask, other=0.0)

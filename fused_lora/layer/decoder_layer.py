@@ -122,6 +122,10 @@ class DecoderLayer(torch.autograd.Function):
             all_dropouts.append(dropouts)
             if not is_last:
                 totals.append(total)
+            elif (
+                output is not None and total is not target
+            ):  # a recompute has kept it, and wrote nothing
+                output = total.detach().view(output.shape)
         store(ctx, Saved(
             hidden if found is None else None, tuple(totals), tuple(map(_for_backward, blocks)),
             tuple(all_saved), adapters, tuple(all_dropouts), tuple(map(kinds_of, every)),

@@ -50,8 +50,13 @@ def step_aside(module: nn.Module, reason: str, *inputs, **options):
 
 def say_left(module: nn.Module, left: dict[str, str]) -> None:
     """Call `say_once` for each named unit of a module that steps aside."""
-    for reason in map(": ".join, left.items()):
+    for reason in reasons_of(left):
         say_once(module, reason)
+
+
+def reasons_of(left: dict[str, str]) -> list[str]:
+    """Return the reason of each unit with its name; "" is the module itself."""
+    return [f"{unit}: {reason}" if unit else reason for unit, reason in left.items()]
 
 
 def why_unloaded(module: nn.Module, projections: Iterable[Any]) -> str | None:

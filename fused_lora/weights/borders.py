@@ -248,8 +248,9 @@ class LayerBorders(Filling):
         parts: Sequence[Sequence[Projection]],
         ranks: Sequence[Sequence[int]],
         dtype: torch.dtype,
-    ) -> list[WeightGroup]:
-        """Return the buffers of these projections, making those whose weights lie elsewhere.
+    ) -> list[WeightGroup | None]:
+        """Return the buffers of these projections, making those whose weights lie elsewhere; None
+        for a group without any, whose block does not run.
 
         They are made one by one, so at most one group's weights exist twice. dtype: the model's,
         which the weights may not show.
@@ -257,18 +258,20 @@ class LayerBorders(Filling):
         every = zip(self.by_group, groups, parts, ranks, strict=True)
         found = [
             border.find_or_make(Wanted(reads, split, ranks_of_parts, dtype, self.scratches, group))
+            if reads
+            else None
             for group, (border, reads, split, ranks_of_parts) in enumerate(every)
         ]
-        device = found[0][0].A.device
-        if device.type == "cuda" and any(was_made for _, was_made in found):
+        made = [bordered for bordered, was_made in filter(None, found) if was_made]
+        if made and made[0].A.device.type == "cuda":
             torch.cuda.empty_cache()  # the freed pieces are too small for the next buffers
-        return [bordered for bordered, _ in found]
+        return [one and one[0] for one in found]
 
-    def again(self, layouts: Sequence[GroupLayout]) -> list[WeightGroup] | None:
-        """Call each border's `again`."""
+    def again(self, layouts: Sequence[GroupLayout | None]) -> list[WeightGroup | None] | None:
+        """Call each border's `again`, but for groups without a layout, which have no buffer."""
         every = zip(self.by_group, layouts, strict=True)
-        found = [border.again(layout) for border, layout in every]
-        return None if None in found else found  # type: ignore[return-value]
+        found = [layout and border.again(layout) for border, layout in every]
+        return None if found.count(None) > layouts.count(None) else found
 
 
 def borders_of(module: nn.Module) -> LayerBorders | None:

@@ -91,7 +91,7 @@ class Family:
     lora: changes to LoraConfig.
     in_layers: how often functions appear in whole layers beside one DecoderLayer for each.
     not_whole: why its layers do not run whole, if they do not. in_parts: why one does not, if
-        another does.
+        another does. mixtures: the layers of which attention runs in a block, beside a mixture.
     image_token: given if we test the model on an image of four patches.
     """
 
@@ -107,6 +107,7 @@ class Family:
     lora: dict = field(default_factory=dict)
     not_whole: str = ""
     in_parts: str = ""
+    mixtures: str = ""
     image_token: int | None = None
 
     @property
@@ -306,15 +307,15 @@ FAMILIES = {
     "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),
     "Qwen3-MoE": Family(
         "Qwen3Moe", TOP_2, fused={"mlp": ("mlp.experts",), "rms_norm": OF_HEADS},
-        not_whole=MIXTURE,
+        mixtures="01",
     ),
     "Qwen2-MoE": Family(
         "Qwen2Moe", TOP_2, fused={"mlp": ("mlp.shared_expert", "mlp.experts")}, lora=EXPERTS,
-        not_whole=MIXTURE,
+        mixtures="01",
     ),
     "Mixtral": Family(
         "Mixtral", TOP_2 | {"sliding_window": 4}, fused={"mlp": ("mlp.experts",)},
-        not_whole=MIXTURE,
+        mixtures="01",
     ),
     "Qwen3.5-MoE": Family(
         "Qwen3_5Moe", TOP_2 | QWEN_3_5, lora=EXPERTS, **QWEN_3_5_PARTS | {
@@ -332,7 +333,7 @@ FAMILIES = {
         "Ernie4_5_Moe",
         TOP_2 | {"moe_num_experts": 2, "moe_k": 2, "moe_layer_start_index": 1,
                  "moe_num_shared_experts": 1},
-        lora=EXPERTS, fused=SHARED_EXPERTS, not_whole=MIXTURE,
+        lora=EXPERTS, fused=SHARED_EXPERTS, mixtures="1",
     ),
     "Mistral 4": Family(
         "Mistral4", TOP_2 | LATENT | {"rope_parameters": SCALED}, **LATENT_PARTS,
@@ -340,7 +341,8 @@ FAMILIES = {
     "GLM-4.7-Flash": Family("Glm4MoeLite", TOP_2 | LATENT, **LATENT_PARTS),
     "gpt-oss": Family(
         "GptOss", TOP_2 | WINDOW | {"head_dim": 32}, lora=EXPERTS, fused={"mlp": ("mlp.experts",)},
-        not_whole=MIXTURE, functions=APART if torch.cuda.is_available() else ONE,  # in fp32
+        mixtures="01", functions=APART if torch.cuda.is_available() else ONE,  # in fp32
+        in_layers={"DecoderLayer": 0} if torch.cuda.is_available() else {},
     ),
     "Gemma": Family("Gemma"),
     "Gemma 2": Family(

@@ -10,7 +10,7 @@ from cases.reference import assert_within_budget, over_draws, random
 
 from fused_lora import Fusion
 from fused_lora.forwards import layer as adopted
-from fused_lora.forwards.layer_reading import read_whole
+from fused_lora.forwards.layer_reading import read_running
 from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.reading.known import inner_norm
 
@@ -57,7 +57,7 @@ def pair(device, fusion=LAYER, **options):
 def operands_of(layer):
     """Return what this fused layer trains, and its blocks, as it is now. Moves weights that lie
     elsewhere into new buffers."""
-    found = adopted.read_operands(layer, read_whole(layer))
+    found = adopted.read_operands(layer, read_running(layer))
     return *found.trained, (found.mixing, found.mlp)
 
 

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases.families_case import FAMILIES, OF_ATTENTION, UNKNOWN, USUAL, WINDOW
+from cases.families_case import (
+    FAMILIES,
+    MIXTURE,
+    OF_ATTENTION,
+    UNKNOWN,
+    USUAL,
+    WINDOW,
+    everywhere,
+)
 from cases.fused_case import ALL, assert_close, assert_same, beside, values_of
 from cases.layer_case import operands_of
 from cases.peft_models import ids
@@ -101,20 +109,25 @@ def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
         with pytest.raises(ValueError, match=wanted):
             fuse(fused, LAYER)
         return
-    done, reason = fuse(fused, LAYER), FAMILIES[name].in_parts
-    whole = 1 if reason and "Vision" not in reason else 2
+    done, reason, mixtures = fuse(fused, LAYER), FAMILIES[name].in_parts, FAMILIES[name].mixtures
+    running = 1 if reason and "Vision" not in reason else 2
     others = {where: why for where, why in done.left.items() if where not in FAMILIES[name].left}
-    assert len(done.fused["layer"]) == whole and len(others) == (reason != "")
-    assert all(reason in why for why in others.values())
-    functions = {"DecoderLayer": whole, **FAMILIES[name].in_layers}
-    assert assert_same(fused, plain, 6, 2e-4) == functions
+    assert len(done.fused["layer"]) == running
+    if mixtures:
+        assert others == {everywhere("")[int(index)].rstrip("."): MIXTURE for index in mixtures}
+        whole = 2 - len(mixtures)
+        assert f"layer: {whole} of 2 layers and {len(mixtures)} in part fused" in str(done)
+    else:
+        assert len(others) == (reason != "") and all(reason in why for why in others.values())
+    functions = {"DecoderLayer": running, **FAMILIES[name].in_layers}
+    assert assert_same(fused, plain, 6, 2e-4) == {f: n for f, n in functions.items() if n}
 
 
 # Families that need more than a row of the table. Some leave q and k unrotated, scale or normalise
 # what is added, or join q, k and v. Gemma 4 has GELU, norms on both sides, and more after the MLP.
 @pytest.mark.slow("offload-SmolLM3")
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", ["SmolLM3", "Granite", "OLMo 2", "Gemma 4", "Phi-3"])
+@pytest.mark.parametrize("name", ["SmolLM3", "Granite", "OLMo 2", "Gemma 4", "Phi-3", "Qwen3-MoE"])
 @pytest.mark.parametrize("policy", ["offload", "full"])
 def test_layers_that_run_whole_join_the_loss_where_they_run_again(policy, name, device):
     fused, plain, _ = beside(

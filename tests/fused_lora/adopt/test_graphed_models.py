@@ -52,6 +52,11 @@ MODELS = {
     "FP8": (qwen2, FP8, {"config": CONFIG}),
     # in fp32 a GPU's grouped matmuls wait for the host
     "experts": (family("Qwen3-MoE", torch.bfloat16), Fusion(**ALL, checkpoint="full"), {}),
+    "experts beside a block": (
+        family("Qwen3-MoE", torch.bfloat16),
+        Fusion(**ALL, layer=True, checkpoint="full"),
+        {},
+    ),
     "delta nets": (family("Qwen3.5"), Fusion(**ALL, layer=True), {}),
     "convolutions": (family("LFM2"), Fusion(**ALL, layer=True), {}),
 }

@@ -8,6 +8,7 @@ from cases.layer_case import layer_of, peft_model
 from cases.reasons import MODULES
 
 from fused_lora.forwards.layer_reading import read_blocks
+from fused_lora.reading.refusal import Refusal
 from fused_lora.weights.default_border import DefaultBorder
 
 ONE = {"num_hidden_layers": 1}
@@ -36,3 +37,9 @@ def test_a_mixture_of_experts_has_an_attention_that_runs(device):
     attention, mlp = read_blocks(layer, DefaultBorder)
     assert not attention.reason and len(attention.reads) == 2
     assert mlp.reason == MIXTURE and not mlp.reads
+
+
+def test_a_layer_that_adds_a_mixture_to_its_mlp_runs_no_block(device):
+    layer = layer_of(FAMILIES["Gemma 4, mixture"].peft_model(device))
+    with pytest.raises(Refusal, match="it adds a mixture of experts to its MLP"):
+        read_blocks(layer, DefaultBorder)

@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 
 
 APART, BOTH = Fusion(attention=True), Fusion(attention=True, rope=True)
-ONE = Counter(LoRA_Attention=1)
+ONE, WHOLE = Counter(LoRA_Attention=1), Counter(DecoderLayer=1)
 KINDS = {
     "mlp": Kind(MLP_ON, "mlp", Counter(LoRA_MLP=1), Counter(), "3 of 6 projections"),
     "mlp's": Kind(MLP_ON, None, Counter(LoRA_MLP=1), OUT + OUT, "5 of 6 projections"),
@@ -45,7 +45,8 @@ KINDS = {
     "attention's o": Kind(APART, None, QKV + OUT, QKV, "7 of 8 projections"),
     "attention and rope's": Kind(BOTH, None, ONE, OUT + OUT + OUT + ROPE, "7 of 8 projections"),
     "attention and rope's o": Kind(BOTH, None, ONE, QKV + ROPE, "7 of 8 projections"),
-    "layer": Kind(LAYER, "", Counter(DecoderLayer=1), Counter(), "1 of 2 layers"),
+    "layer": Kind(LAYER, "", WHOLE, Counter(), "1 of 2 layers"),
+    "layer's mlp": Kind(LAYER, "", WHOLE, WHOLE, "1 of 2 layers and 1 in part"),
 }
 
 

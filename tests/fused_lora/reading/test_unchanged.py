@@ -36,8 +36,10 @@ ONE = {"num_hidden_layers": 1}
 @pytest.fixture
 def readings(monkeypatch):
     """One entry for each layer that is read in full."""
-    seen, read = [], layer_reading.read_whole
-    monkeypatch.setattr(layer_reading, "read_whole", lambda *given: seen.append(1) or read(*given))
+    seen, read = [], layer_reading.read_running
+    monkeypatch.setattr(
+        layer_reading, "read_running", lambda *given: seen.append(1) or read(*given)
+    )
     return seen
 
 

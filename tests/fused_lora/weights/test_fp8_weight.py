@@ -249,7 +249,7 @@ def test_what_steps_aside_computes_with_what_the_codes_stand_for(device):
     with torch.no_grad():
         got, want = (model(**batch(model), use_cache=True).logits for model in (fused, plain))
     assert_near(got, want, 1e-5)
-    layer_of(fused).mlp.register_forward_hook(lambda *_: None)
+    layer_of(fused).self_attn.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="it has hooks"):
         got = step(fused, length=SHORT)
     assert_close(got, step(plain, length=SHORT), 1e-4)

@@ -11,6 +11,7 @@ from cases.fused_case import ALL, SHORT, batch, pickled, step
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_lora import Fusion, fuse, unfuse
+from fused_lora.step.masks import LayersWithoutMask, PaddingSeen
 
 ONE_LAYER = {"num_hidden_layers": 1}
 LAYER = layer_case.EVERYTHING
@@ -75,6 +76,15 @@ def graphed(device):
     return model
 
 
+def noted(device):
+    model = made(LAYER)(device)
+    hook = LayersWithoutMask(model, {}, PaddingSeen())
+    for seed in range(2):
+        with hook.noted():
+            model(**batch(model, seed=seed, length=SHORT)).loss.backward()
+    return model
+
+
 pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 MODELS = {
     "plain": made(),
@@ -91,6 +101,7 @@ MODELS = {
     "state_dict": after(saved),
     "deep copy": after(copy.deepcopy),
     "pickled": after(pickled),
+    "noted for a graph": noted,
     "graphed": graphed,
 }
 

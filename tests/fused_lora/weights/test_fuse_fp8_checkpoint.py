@@ -121,7 +121,7 @@ def test_what_steps_aside_is_transformers_own_and_in_training_has_gradients(of, 
     assert torch.equal(*made) and len(products) > 7
     products.clear()
     for model in (fused.train(), plain.train()):
-        layer_of(model).mlp.register_forward_hook(lambda *_: None)
+        layer_of(model).self_attn.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="it has hooks"):
         got = step(fused, length=SHORT)
     want = step(plain, length=SHORT)
