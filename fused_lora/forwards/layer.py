@@ -33,7 +33,7 @@ from ..weights.borders import Border, borders_of
 from ..weights.sharded_weight import ShardedWeight
 from . import layer_reading as reading
 from .attend import mask_for_attention, q_scale_of, rotates, window_beside
-from .attention import head_norms_of
+from .attention import attention_block
 from .mixer_layer import has_mixer, run_mixer
 from .mlp import activation_of
 from .rms_norm import finished, normed_layer_forward
@@ -180,20 +180,10 @@ def read_operands(layer: Any, reads: list[list[Projection]]) -> LayerOperands:
     is_computed = is_split or any(read.lora_bias is not None for one in reads for read in one)
     return LayerOperands(
         (*mixing_trains, *mlp_trains),
-        MixerBlock(first) if has_mixer(layer) else _attention_block(layer, first),
+        MixerBlock(first) if has_mixer(layer) else attention_block(layer.self_attn, first),
         MLPBlock(second, activation_of(reading.mlp_of(layer))),
         reading.dtype_of(layer), reads[0][0].weight.dtype,
         tuple(map(tuple, reads)) if is_computed else (),
-    )  # fmt: skip
-
-
-def _attention_block(layer: Any, frame: Frame) -> AttentionBlock:
-    attention = layer.self_attn
-    form = known_form(attention, "Attention")
-    heads, kv_heads, _ = (out // attention.head_dim for out in frame.inputs.out_features)
-    return AttentionBlock(
-        frame, heads // 2 if form.has_gate else heads, kv_heads, attention.scaling,
-        head_norms_of(attention), form.has_gate, form.interleaved,
     )  # fmt: skip
 
 

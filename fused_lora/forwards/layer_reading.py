@@ -23,6 +23,7 @@ from ..reading.refusal import Refusal, attempt, refuse
 from ..weights.borders import Border, borders_of
 from ..weights.default_border import DefaultBorder
 from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_inputs, why_not_sdpa
+from .linear import largest_ranks
 from .mixer_layer import has_mixer, mixer_of, noun_of, why_not_mixer, why_slow
 from .mlp import split_gate_up, why_not_activation
 from .rms_norm import active_norm, why_mixed, why_not_within
@@ -333,12 +334,8 @@ def parts_and_ranks(
         split_gate_up(gate_up),
         down,
     ]
-    ranks = []
-    for group_parts, (owner, names) in zip(parts, grouped_projections(layer), strict=True):
-        adapters = (getattr(owner._modules[name], "lora_A", {}).values() for name in names)
-        largest = [max((A.out_features for A in its), default=0) for its in adapters]
-        ranks.append(largest * (len(group_parts) // len(names)))
-    return parts, ranks
+    owned = zip(parts, grouped_projections(layer), strict=True)
+    return parts, [largest_ranks(owner, names, its) for its, (owner, names) in owned]
 
 
 def names_of_norms(form: LayerForm) -> tuple[str, str, str, str]:

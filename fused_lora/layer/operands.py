@@ -49,7 +49,7 @@ class Trained(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What a block has around its computation, and does not train."""
+    """The surroundings of a block's computation. It trains none of them."""
 
     norm: Norm | None  # None: the projections take hidden as it is
     inputs: WeightGroup  # of the projections that read the norm
