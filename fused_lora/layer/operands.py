@@ -49,7 +49,7 @@ class Trained(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The surroundings of a block's computation. It trains none of them."""
+    """Everything around the computation of a block that it does not train."""
 
     norm: Norm | None  # None: the projections take hidden as it is
     inputs: WeightGroup  # of the projections that read the norm

@@ -133,7 +133,10 @@ class Border:
         bases: Any = [base() for base in self._bases]
         bias = None if self._first_biased is None else bases[self._first_biased].bias
         buffer = self.find([base.weight for base in bases], bias, self._made[1])
-        return None if buffer is None else WeightGroup(buffer, layout)
+        if buffer is None:
+            return None
+        self._buffer = weakref.ref(buffer)  # its key says whose adapters lie in the memory
+        return WeightGroup(buffer, layout)
 
     def places_of(self, reads: Sequence[Projection]) -> tuple:
         """Return the places of the weights and biases. They differ once one has moved, even to an
