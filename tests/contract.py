@@ -49,7 +49,6 @@ from fused_lora.functions import causal_conv as conv_module
 from fused_lora.functions import gated_norm
 from fused_lora.functions.causal_conv import causal_conv
 from fused_lora.functions.gated_norm import gated_rms_norm
-from fused_lora.functions.lora_attention import LoRA_Attention
 from fused_lora.functions.lora_experts import LoRA_Experts
 from fused_lora.functions.lora_group import LoRA_Group
 from fused_lora.functions.lora_linear import LoRA_QKV, LoRA_W
@@ -61,6 +60,8 @@ from fused_lora.loss import cross_entropy
 from fused_lora.loss.cross_entropy import linear_cross_entropy
 from fused_lora.loss.log_probs import log_probs
 from fused_mlp import LoRA_MLP
+
+ATTENTION = lora_attention_case.lora_attention, lora_attention_case.eager
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +79,7 @@ class Operation:
     has_matmuls: True if it multiplies matrices. It then runs in autocast's dtype, adapters and
         weights may have another dtype than x, and another layout changes the last bits. Otherwise
         it is one kernel of ours, and autocast changes nothing.
+    operands: the names of what its autograd function takes, where that is not the inputs.
     has_values: True if its outputs have enough elements for an error budget.
     """
 
@@ -94,6 +96,7 @@ class Operation:
     strided: tuple[str, ...] = ("x",)
     has_matmuls: bool = True
     has_values: bool = True
+    operands: tuple[str, ...] = ()
 
     @property
     def is_variant(self) -> bool:
@@ -272,9 +275,9 @@ OPERATIONS = {
             },
         ),
         Operation(
-            "LoRA_Attention", LoRA_Attention.apply, lora_attention_case.eager, make_lora_attention,
-            ("x", *lora_attention_case.NAMES),
-            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 5),
+            "LoRA_Attention", *ATTENTION, make_lora_attention,
+            ("x", *lora_attention_case.NAMES), operands=lora_attention_case.OPERANDS,
+            saved=("cos", "k_B", "o_A"), usual=(2, 5),
             shapes=((1, 19),), empty=((0, 9),),
             options={
                 "kind": tuple(ATTENTIONS), "r": (8, (1, 12, 32, 3), (8, 0, 8, 0)),
@@ -296,16 +299,17 @@ OPERATIONS = {
             },
         ),
         Operation(
-            "LoRA_Attention, dropout", LoRA_Attention.apply, lora_attention_case.eager,
+            "LoRA_Attention, dropout", *ATTENTION,
             partial(make_lora_attention, heads=2, dropout=(0.05, 0.5, 0.3, 0.3)),
-            ("x", *lora_attention_case.NAMES),
-            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 5),
+            ("x", *lora_attention_case.NAMES), operands=lora_attention_case.OPERANDS,
+            saved=("cos", "k_B", "o_A"), usual=(2, 5),
             shapes=((1, 19),), empty=((0, 9),),
         ),
         Operation(
-            "LoRA_Attention, normed heads", LoRA_Attention.apply, lora_attention_case.eager,
+            "LoRA_Attention, normed heads", *ATTENTION,
             partial(make_lora_attention, heads=2, norms=True), ("x", *lora_attention_case.NAMES),
-            saved=("cos", "q_B", "frozen.qkv.q_weight", "frozen.head_norms.k_weight"),
+            operands=lora_attention_case.OPERANDS,
+            saved=("cos", "q_B", "frozen.head_norms.k_weight"),
             usual=(2, 5), shapes=((1, 19),), empty=((0, 9),),
             options={
                 "norms": (True, "together"),

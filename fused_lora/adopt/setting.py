@@ -15,6 +15,7 @@ from ..foreign.ownership import (
     why_not_own_forward,
 )
 from ..foreign.parallel import let_shard
+from ..forwards import attention
 from ..forwards.layer import give_borders
 from ..forwards.mixer_layer import mixers
 from ..reading.aside import reasons_of
@@ -62,8 +63,17 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
                 owner.reported.update(reasons_of(site.left(site.read(module))))
     whole = [(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)]
     give_borders(whole)
+    as_one = [(n, m) for n, m in model.named_modules() if attention.runs_as_one(m)]
+    alone = []
+    for name, module in as_one:
+        if any(_is_within(name, layer) for layer, _ in whole):
+            owner_of(module).borders = None  # type: ignore[union-attr]
+        else:
+            alone.append((name, module))
+    attention.give_borders_alone([module for _, module in alone])
+    outer = [name for name, _ in (*whole, *alone)]
     for name, module in model.named_modules():
-        if any(_is_within(layer, name) or _is_within(name, layer) for layer, _ in whole):
+        if any(_is_within(one, name) or _is_within(name, one) for one in outer):
             let_shard(module, leave_buffers)
     owners = [*filter(None, map(owner_of, model.modules()))]
     for owner in owners:

@@ -25,7 +25,13 @@ from ..foreign.originals import why_replaced
 from ..foreign.ownership import fused_parts_of
 from ..foreign.versions import class_forward, is_checkpointed
 from ..forwards.attend import has_sinks, rotates, window_of
-from ..forwards.attention import output_of, read_qkv, why_not_as_one, why_not_sdpa
+from ..forwards.attention import (
+    fits_buffers,
+    output_of,
+    read_qkv,
+    why_not_as_one,
+    why_not_sdpa,
+)
 from ..forwards.layer_reading import takes_attention
 from ..forwards.linear import read_output
 from ..forwards.mixer_layer import check_apart, keeps_apart
@@ -34,7 +40,7 @@ from ..kernels.document_bounds import documents_of, is_documents, seq_idx_of
 from ..loss.label_check import IGNORED
 from ..reading.known import known_form
 from ..reading.projection import why_call
-from ..reading.refusal import attempt, reason_of, refuse_documents
+from ..reading.refusal import attempt, refuse_documents
 from ..reading.site import having, unfused
 from ..step.graphed_module import is_graphed
 from ..step.masks import padding_seen
@@ -214,8 +220,11 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
         return takes_attention(layer, borders.kind)
     if why_not_as_one(attention):
         return False
-    reads, reason = attempt(read_qkv, attention)
-    return not reason and reads.are_all and reason_of(read_output, output_of(attention)) is None
+    qkv, reason = attempt(read_qkv, attention)
+    o, no_output = attempt(read_output, output_of(attention))
+    if reason or no_output or not qkv.are_all:
+        return False
+    return fits_buffers(attention, [*qkv.fit, o], dtype)
 
 
 def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:

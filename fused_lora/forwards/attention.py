@@ -12,17 +12,27 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fused_mlp.launching import DTYPES
+from fused_mlp.utils import compute_dtype
+
 from ..foreign.originals import why_replaced
-from ..foreign.ownership import fused_parts_of
-from ..functions.lora_attention import FrozenAttention, LoRA_Attention
+from ..foreign.ownership import fused_parts_of, owner_of
+from ..foreign.parallel import is_in_fsdp
 from ..functions.lora_linear import FrozenQKV, LoRA_QKV
 from ..kernels.head_norms import HeadNorms
+from ..layer.attention_block import AttentionBlock
+from ..layer.buffer import PlacedWeight
+from ..layer.decoder_layer import LoRA_Attention
+from ..layer.operands import Frame
+from ..layer.scratch import Scratches
 from ..reading.aside import say_left, say_once, step_aside
 from ..reading.forms import AttentionForm
 from ..reading.four_bit import is_4bit
 from ..reading.known import known_form, why_not_class
 from ..reading.projection import Projection, frozen_bias, seed_for, split_projection, why_call
 from ..reading.refusal import attempt, refuse
+from ..weights.borders import LayerBorders, borders_of
+from ..weights.default_border import DefaultBorder
 from ..weights.four_bit_parts import why_not_input, written
 from .attend import (
     attend,
@@ -39,7 +49,7 @@ from .attend import (
 )
 from .linear import (
     Reads,
-    frozen_linear,
+    largest_ranks,
     read_output,
     read_projections,
     run_alone,
@@ -195,11 +205,11 @@ def self_attention_forward(
         if rotates(attention):
             angles = full_angles(attention, *position_embeddings)
         call = attention_mask, past_key_values, options
-        o = _read_rest(attention, hidden_states, *call)
+        o = _read_rest(attention, reads.fit, hidden_states, *call)
         if o is not None:
             scale = q_scale_of(attention, options)
             return _run_as_one(
-                attention, [*reads.fit, o], hidden_states, angles, attention_mask, scale
+                attention, reads.fit, o, hidden_states, angles, attention_mask, scale
             )
         reason = why_not_inputs(*call) or why_not_sinks(attention, hidden_states, attention_mask)
         if reason is not None and torch.is_grad_enabled():  # inference may use anything
@@ -224,23 +234,94 @@ def _read_fused(attention: Any, hidden_states: Tensor) -> Reads:
 
 def _run_as_one(
     attention: Any,
-    reads: list[Projection],
+    qkv: list[Projection],
+    o: Projection,
     hidden_states: Tensor,
     angles: tuple,
     mask: Any,
     q_scale: Tensor | None,
 ) -> tuple[Tensor, None]:
-    """Run q, k, v, attention and o as one LoRA_Attention."""
-    (*qkv, o), write_again = written(attention, reads)
-    qkv = split_qkv(attention, qkv)
-    reads = [*qkv, o]
-    frozen = FrozenAttention(
-        _frozen_qkv(qkv), frozen_linear(o), attention.head_dim, attention.scaling,
-        head_norms_of(attention), seed_for(hidden_states, *(read.dropout for read in reads)),
-        write_again, known_form(attention, "Attention").interleaved, q_scale,
-        *sinks_and_window_of(attention, mask),
+    """Run q, k, v, attention and o as one LoRA_Attention, on buffers of their weights."""
+    borders = borders_of(attention)
+    assert borders is not None
+    parts = [split_qkv(attention, qkv), [o]]
+    names = _names_of_qkv(attention), [_output_name(attention)]
+    ranks = [largest_ranks(attention, *one) for one in zip(names, parts, strict=True)]
+    inputs, output = borders.find_or_make([qkv, [o]], parts, ranks, o.weight.dtype)
+    every = [*parts[0], o]
+    trained, rates = tensors_of(every), tuple(read.dropout for read in every)
+    if trains_others := len(trained) > 2 * len(every):
+        trained += [None, None]  # it has no norms
+    seed = seed_for(hidden_states, *rates)
+    frame = Frame(
+        None, inputs, output, borders, adds=False, dropout_rates=rates, trains_others=trains_others,
+        seed=seed,
     )  # fmt: skip
-    return LoRA_Attention.apply(hidden_states, *angles, mask, *tensors_of(reads), frozen), None
+    sinks, window = sinks_and_window_of(attention, mask)
+    block = attention_block(attention, frame)._replace(
+        sinks=sinks, positions=hidden_states.shape[1], cos=angles[0], sin=angles[1], mask=mask,
+        q_scale=q_scale, window=window,
+    )  # fmt: skip
+    return LoRA_Attention.apply(hidden_states, None, None, *trained, (block,)), None
+
+
+def attention_block(attention: Any, frame: Frame) -> AttentionBlock:
+    form = known_form(attention, "Attention")
+    heads, kv_heads, _ = (out // attention.head_dim for out in frame.inputs.out_features)
+    return AttentionBlock(
+        frame, heads // 2 if form.has_gate else heads, kv_heads, attention.scaling,
+        head_norms_of(attention), form.has_gate, form.interleaved,
+    )  # fmt: skip
+
+
+def runs_as_one(attention: nn.Module) -> bool:
+    """Return True if the parts that an attention runs fused make one function of it."""
+    parts = fused_parts_of(attention)
+    is_known = bool(projections_of_qkv(attention)) and known_form(attention, "Attention")
+    return bool(is_known and "attention" in parts and ("rope" in parts or not rotates(attention)))
+
+
+def give_borders_alone(attentions: Sequence[Any]) -> None:
+    """Give attentions that run as one, outside whole layers, buffers for their weights. The first
+    forward moves them there."""
+    known = [*filter(None, map(borders_of, attentions))]
+    scratches = known[0].scratches if known else Scratches()  # a CUDA graph may hold this memory
+    seen: set[int] = set()
+    for attention in attentions:
+        owner: Any = owner_of(attention)
+        bases = list(layers_under(attention))
+        weights = {id(base.weight) for base in bases}
+        if weights & seen:  # layer_replication: they lie in the first one's buffers
+            owner.borders = None
+            continue
+        seen |= weights
+        owner.borders = owner.borders or LayerBorders(DefaultBorder, groups=2)
+        owner.borders.scratches = scratches
+        for base in bases:
+            DefaultBorder.take_in(base)
+
+
+def layers_under(attention: Any) -> Iterator[Any]:
+    """Yield the linear layers under an attention's projections."""
+    for name in (*_names_of_qkv(attention), _output_name(attention)):
+        projection = attention._modules[name]
+        base = getattr(projection, "base_layer", projection)
+        if isinstance(base, nn.Linear):
+            yield base
+
+
+def fits_buffers(attention: Any, reads: Sequence[Projection], dtype: torch.dtype) -> bool:
+    """Return True if an attention has buffers, and they can take these projections to compute in
+    this dtype."""
+    if borders_of(attention) is None or is_in_fsdp(attention):
+        return False
+    return all(
+        not isinstance(read.weight, PlacedWeight)
+        and read.weight.dtype == dtype
+        and (read.bias is None or read.bias.requires_grad or read.bias.dtype == dtype)
+        and {read.A.dtype, read.B.dtype} <= set(DTYPES)
+        for read in reads
+    )
 
 
 def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Tensor]:
@@ -268,7 +349,12 @@ def _run_together(
 
 
 def _read_rest(
-    attention: Any, hidden_states: Tensor, mask, past_key_values, options: dict
+    attention: Any,
+    qkv: Sequence[Projection],
+    hidden_states: Tensor,
+    mask,
+    past_key_values,
+    options: dict,
 ) -> Projection | None:
     """Return o as it is now, for an attention whose q, k and v are fused, or None if the attention
     cannot run as one function."""
@@ -282,7 +368,11 @@ def _read_rest(
     ):
         return None
     read, reason = attempt(read_output, o)
-    return None if reason or why_not_input(hidden_states, [read]) else read
+    if reason or why_not_input(hidden_states, [read]):
+        return None
+    computed = compute_dtype(hidden_states)
+    fits = hidden_states.dtype in (computed, torch.float32)
+    return read if fits and fits_buffers(attention, [*qkv, read], computed) else None
 
 
 def why_not_as_one(attention: Any) -> str | None:

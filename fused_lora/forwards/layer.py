@@ -34,7 +34,7 @@ from ..weights.borders import Border, borders_of
 from ..weights.sharded_weight import ShardedWeight
 from . import layer_reading as reading
 from .attend import full_angles, mask_for_attention, q_scale_of, rotates, sinks_and_window_of
-from .attention import head_norms_of
+from .attention import attention_block
 from .mixer_layer import has_mixer, run_mixer
 from .mlp import activation_of
 from .rms_norm import active_norm, after_attention, finished, normed_layer_forward
@@ -194,8 +194,10 @@ def read_operands(layer: Any, running: reading.Running) -> LayerOperands:
     is_split = sum(map(len, parts)) > sum(map(len, reads))
     is_computed = is_split or any(read.lora_bias is not None for one in reads for read in one)
     return LayerOperands(
-        trained, MixerBlock(first) if has_mixer(layer) else _attention_block(layer, first), mlp,
-        left, dtype, reads[0][0].weight.dtype, tuple(map(tuple, reads)) if is_computed else (),
+        trained,
+        MixerBlock(first) if has_mixer(layer) else attention_block(layer.self_attn, first),
+        mlp, left, dtype, reads[0][0].weight.dtype,
+        tuple(map(tuple, reads)) if is_computed else (),
     )  # fmt: skip
 
 
@@ -205,16 +207,6 @@ def _norm(layer: Any, name: str) -> Norm | None:
     norm = active_norm(layer._modules[name])
     form = known_form(norm, "RMSNorm")
     return Norm(norm.weight, getattr(norm, form.eps), form.zero_centered)
-
-
-def _attention_block(layer: Any, frame: Frame) -> AttentionBlock:
-    attention = layer.self_attn
-    form = known_form(attention, "Attention")
-    heads, kv_heads, _ = (out // attention.head_dim for out in frame.inputs.out_features)
-    return AttentionBlock(
-        frame, heads // 2 if form.has_gate else heads, kv_heads, attention.scaling,
-        head_norms_of(attention), form.has_gate, form.interleaved,
-    )  # fmt: skip
 
 
 def _with_reads(

@@ -24,6 +24,7 @@ from ..weights.borders import Border, borders_of
 from ..weights.default_border import DefaultBorder
 from .attend import why_not_sinks
 from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_inputs, why_not_sdpa
+from .linear import largest_ranks
 from .mixer_layer import has_mixer, mixer_of, noun_of, why_not_mixer, why_slow
 from .mlp import split_gate_up, why_not_activation
 from .rms_norm import active_norm, why_mixed, why_not_within
@@ -351,9 +352,7 @@ def parts_and_ranks(
     ranks: list[list[int]] = [[] for _ in parts]
     for i, (owner, names) in enumerate(grouped_projections(layer)):
         if parts[i]:
-            adapters = (getattr(owner._modules[name], "lora_A", {}).values() for name in names)
-            largest = [max((A.out_features for A in its), default=0) for its in adapters]
-            ranks[i] = largest * (len(parts[i]) // len(names))
+            ranks[i] = largest_ranks(owner, names, parts[i])
     return parts, ranks
 
 

@@ -60,6 +60,13 @@ def tensors_of(reads: Sequence[Projection]) -> list[Tensor | None]:
     return [*adapters, *biases]
 
 
+def largest_ranks(module: Any, names: Sequence[str], parts: Sequence[Projection]) -> list[int]:
+    """Return the largest rank of the adapters of each part of these projections."""
+    adapters = (getattr(module._modules[name], "lora_A", {}).values() for name in names)
+    largest = [max((A.out_features for A in its), default=0) for its in adapters]
+    return largest * (len(parts) // len(names))
+
+
 def frozen_linear(read: Projection) -> FrozenLinear:
     return FrozenLinear(read.weight, frozen_bias(read), read.scaling, read.dropout)
 

@@ -8,7 +8,8 @@ its layer's dy over tokens.
 
 For the same layers in PEFT, autograd keeps the three x A', and with fp32 adapters a copy of x for
 each. We keep x and z = x A'. With only 3r columns z is cheaper to keep than to recompute, which
-would read all of x. (`lora_attention.py` fuses both and everything between into one function.)
+would read all of x. (`LoRA_Attention` of
+`layer/decoder_layer.py` fuses both and everything between into one function.)
 
 LoRA: Hu et al., arXiv 2106.09685. Unsloth was first to publish LoRA's QKV and single layers as
 autograd functions (unsloth/kernels/fast_lora.py). It skips its QKV if a projection has a bias, as

@@ -2,7 +2,6 @@
 
     rope_forward          q and k rotated where they lie in [q | k | v]
     rotate_back           q's and k's gradients, rotated back where they lie
-    rope_together         [q | k | v], q and k rotated, from three tensors
     rope_backward         [grad_q | grad_k | grad_v], q and k rotated back, from three tensors
     norm_rope_together    [RoPE(norm(q)) | RoPE(norm(k)) | v], from three tensors
     rotate                q and k rotated, or rotated back, each into a tensor of its own
@@ -254,33 +253,15 @@ def _rotate_in_place(
     _launch((q_and_k, None, None), (cos, sin), None, None, interleaved, backward)
 
 
-def rope_together(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, qkv: Tensor,
-    interleaved: bool = False,
-) -> None:  # fmt: skip
-    """Write q and k, rotated by the angles of their positions, and v side by side into qkv.
-
-    Equivalent PyTorch, for `rope` of functions/rope.py::
-
-        parts = split_heads(qkv, positions, heads, kv_heads)
-        for part, x in zip(parts, (*rope(q, k, cos, sin, interleaved), v)):
-            part.copy_(x)
-
-    q is [batch, heads, positions, head_dim], k and v are [batch, kv_heads, positions, head_dim].
-    They may lie in any order, but are copied first if a head's elements are not side by side.
-    Without cos and sin nothing is rotated.
-    """
-    _launch((q, k, v), (cos, sin), qkv, None, interleaved)
-
-
 def rope_backward(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor | None, sin: Tensor | None,
     grad_qkv: Tensor, interleaved: bool = False,
 ) -> None:  # fmt: skip
-    """Write the gradient of what `rope_forward` or `rope_together` was given into grad_qkv.
+    """Write the gradient of what `rope_forward` was given into grad_qkv.
 
     Equivalent PyTorch: ``torch.autograd.grad((q, k, v), qkv, (grad_q, grad_k, grad_v))[0]``, q and
-    k being rotated. The gradients are as q, k and v for `rope_together`.
+    k being rotated. The gradients are as q, k and v for `norm_rope_together`. Without cos and sin
+    nothing is rotated.
     """
     _launch((grad_q, grad_k, grad_v), (cos, sin), grad_qkv, None, interleaved, backward=True)
 
@@ -297,11 +278,16 @@ def norm_rope_together(
         q = rms_norm(q, norms.q_weight, norms.q_eps, norms.zero_centered)
         k = rms_norm(k, norms.k_weight, norms.k_eps, norms.zero_centered)
         v = v if norms.v_eps is None else F.rms_norm(v, (head_dim,), eps=norms.v_eps)
-        rope_together(q, k, v, cos, sin, qkv, interleaved)
+        parts = split_heads(qkv, positions, heads, kv_heads)
+        for part, x in zip(parts, (*rope(q, k, cos, sin, interleaved), v)):
+            part.copy_(x)
 
     q is normed over its last dimension, as here, where q_weight is [head_dim], and over all heads
-    of a token where it is [heads head_dim]; likewise k. Weights are bf16, fp16 or fp32; all else is
-    as for `rope_together`.
+    of a token where it is [heads head_dim]; likewise k. Weights are bf16, fp16 or fp32.
+
+    q is [batch, heads, positions, head_dim], k and v are [batch, kv_heads, positions, head_dim].
+    They may lie in any order, but are copied first if a head's elements are not side by side.
+    Without cos and sin nothing is rotated.
     """
     _launch((q, k, v), (cos, sin), qkv, norms, interleaved)
 

@@ -119,6 +119,11 @@ class AttentionBlock(NamedTuple):
                 f"{name}: cos or sin requires a gradient, which it would not get: detach them, or "
                 "use the unfused layer"
             )
+        if self.sinks is not None and self.sinks.requires_grad:
+            raise ValueError(
+                f"{name}: sinks require a gradient, which they would not get: freeze them, or use "
+                "the unfused layer"
+            )
         head_dim = self.frame.output.in_features // self.heads
         check_angles(name, self.cos, self.sin, (*hidden.shape[:2], head_dim), hidden.device)
         if self.head_norms is not None:
@@ -131,15 +136,21 @@ class AttentionBlock(NamedTuple):
     ) -> tuple[Tensor, SavedAttention]:
         """Return total, in output if that is given, and what backward needs."""
         frame, inputs = self.frame, self.frame.inputs
-        if output is None and not has_kept():
-            output = torch.empty_like(x)  # not the last block
+        is_last = output is not None  # a function's own output is not kept
+        is_kept = has_kept() and not is_last
+        if not is_last and not is_kept:
+            output = torch.empty_like(x)
         # the norm also writes the copy of x that o adds to; a recompute may have kept the sum
         qkv, n, rstd = inputs.buffer.project_norm(
             x, frame.norm, inputs.base_bias, dropouts.inputs,
-            None if has_kept() or not adds_to_copy(frame, dropouts.output) else output,
+            None if is_kept or not adds_to_copy(frame, dropouts.output) else output,
         )  # fmt: skip
         raw, qkv = self._norm_and_rotate(qkv)
-        attended = once_as_record(lambda: self._attend(x, raw, qkv, output, dropouts.output))
+
+        def attend() -> Attended:
+            return self._attend(x, raw, qkv, output, dropouts.output)
+
+        attended = attend() if is_last else once_as_record(attend)
         entered = Entered(n, rstd)
         return attended.total, SavedAttention(
             entered, raw, qkv, attended.left, attended.saved, attended.before_gate

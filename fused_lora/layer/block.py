@@ -216,14 +216,16 @@ class BlockBackward:
         return Trained(adapters, biases, self.norm_grad, self.norm_after_grad).flat()
 
 
-def handed_over(filling: Filling, gradient: Gradient | None, like: Tensor) -> Tensor | None:
-    """Return the gradient of a residual in the shape of `like`, and leave its rows for the layer
+def handed_over(
+    filling: Filling, gradient: Gradient | None, like: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """Return a gradient of the batch and positions of `like`, and leave its rows for the layer
     before."""
     if gradient is None:
         return None
     if gradient.incoming is not None and gradient.incoming.rows is not None:
         filling.handover.offer(gradient.incoming.rows)
-    return gradient.total.view(like.shape).to(like.dtype)
+    return gradient.total.view(*like.shape[:2], gradient.total.shape[1]).to(dtype)
 
 
 def _new(like: Tensor, kind: Kind | None, need: bool | None) -> Tensor | None:

@@ -36,7 +36,8 @@ Blocks = Sequence[AttentionBlock | MixerBlock | MLPBlock]
 class Saved(NamedTuple):
     """Results of DecoderLayer's forward that its backward needs, by block."""
 
-    hidden: Tensor | None  # None before a MixerBlock, which does not read it
+    hidden: Tensor | None  # None where it is no residual that the first block reads again
+    dtype: torch.dtype  # of hidden
     totals: tuple[Tensor, ...]  # [T, hidden], before each further block
     blocks: tuple[Any, ...]
     saved: tuple[Any, ...]
@@ -99,10 +100,11 @@ class DecoderLayer(torch.autograd.Function):
         every = list(_by_block(row, blocks))
         if any(trained.biases for trained in every):
             blocks = tuple(map(_with_others, blocks, every))
-        check_input(NAME, hidden, blocks[0].frame.inputs)
+        name = _function_of(blocks)
+        check_input(name, hidden, blocks[0].frame.inputs)
         for block, trained in zip(blocks, every, strict=True):
-            check_block(_name_of(block), hidden, trained, block.frame)
-            block.check(NAME, hidden)
+            check_block(f"{name}, {type(block).__name__}", hidden, trained, block.frame)
+            block.check(name, hidden)
         adapters = tuple(trained.adapters for trained in every)
         filling, groups = _filled(blocks)
         filling.fill(groups, list(chain.from_iterable(adapters)))
@@ -116,7 +118,7 @@ class DecoderLayer(torch.autograd.Function):
         for i, block in enumerate(blocks):
             is_last = i == len(blocks) - 1
             target = output.flatten(0, 1) if is_last and output is not None else None
-            dropouts = draw_dropouts(NAME, block.frame, len(total))
+            dropouts = draw_dropouts(name, block.frame, len(total))
             total, saved = block.forward(total, target, dropouts)
             all_saved.append(saved)
             all_dropouts.append(dropouts)
@@ -127,15 +129,16 @@ class DecoderLayer(torch.autograd.Function):
             ):  # a recompute has kept it, and wrote nothing
                 output = total.detach().view(output.shape)
         store(ctx, Saved(
-            hidden if found is None else None, tuple(totals), tuple(map(_for_backward, blocks)),
-            tuple(all_saved), adapters, tuple(all_dropouts), tuple(map(kinds_of, every)),
+            hidden if found is None and blocks[0].frame.adds else None, hidden.dtype,
+            tuple(totals), tuple(map(_for_backward, blocks)), tuple(all_saved), adapters,
+            tuple(all_dropouts), tuple(map(kinds_of, every)),
         ))  # fmt: skip
         return hidden.new_zeros(1).expand(hidden.shape) if output is None else output
 
     @staticmethod
     def backward(ctx, grad_output):
-        refuse_second_derivative(NAME, "the unfused layer")
         saved: Saved = restore(ctx)
+        refuse_second_derivative(_function_of(saved.blocks), "the unfused layer")
         need_hidden, _, _, *row, _ = ctx.needs_input_grad
         hidden, blocks, adapters = saved.hidden, saved.blocks, saved.adapters
         filling, groups = _filled(blocks)
@@ -154,6 +157,7 @@ class DecoderLayer(torch.autograd.Function):
             gradient = Gradient(as_rows(grad_output), None if rows is None else Incoming(rows))
             first = None if hidden is None else as_rows(hidden)
             residuals, left = [first, *saved.totals], list(saved.saved)
+            dtype = saved.dtype
             del saved  # what a block has saved can go once its backward is through
             for i in reversed(range(len(blocks))):
                 gradient, its_gradients = blocks[i].backward(
@@ -162,16 +166,17 @@ class DecoderLayer(torch.autograd.Function):
                 )  # fmt: skip
                 gradients[:0] = its_gradients
             sums.compute()
-        grad_hidden = handed_over(filling, gradient, grad_output if hidden is None else hidden)
+        grad_hidden = handed_over(filling, gradient, grad_output, dtype)
         return grad_hidden, *runs[0].mixer_grads, *gradients, None
 
 
-def _name_of(block: Any) -> str:
-    return f"{NAME}, {type(block).__name__}"
+def _function_of(blocks: Blocks) -> str:
+    return NAME if blocks[0].frame.adds else LoRA_Attention.__name__
 
 
 def _with_others(block: Any, trained: Trained) -> Any:
-    return block._replace(frame=block.frame.with_others(_name_of(block), trained))
+    name = f"{_function_of((block,))}, {type(block).__name__}"
+    return block._replace(frame=block.frame.with_others(name, trained))
 
 
 def _for_backward(block: Any) -> Any:
@@ -188,7 +193,7 @@ def _by_block(values: Sequence, blocks: Blocks) -> Iterator[Trained]:
     wanted = [block.frame.tensors for block in blocks]
     if len(values) != sum(wanted):
         raise ValueError(
-            f"{NAME}: {len(values)} trained tensors given, should be {sum(wanted)}"
+            f"{_function_of(blocks)}: {len(values)} trained tensors given, should be {sum(wanted)}"
             ": A and B of each projection of a block, and where it trains others a bias of each "
             "and two norms, None for one that is not trained"
         )

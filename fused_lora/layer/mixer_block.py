@@ -171,7 +171,7 @@ class BeforeMixer(torch.autograd.Function):
             )
             its_adapters = run.sum_inputs(entered, p, grad)
             sums.compute()
-        grad_x = handed_over(frame.filling, gradient, hidden)
+        grad_x = handed_over(frame.filling, gradient, hidden, hidden.dtype)
         return grad_x, None, *chain.from_iterable(its_adapters), None, None
 
 

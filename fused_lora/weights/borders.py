@@ -36,7 +36,7 @@ from .own_memory import let_save
 # 8 bf16 values are 16 bytes, the alignment cuBLAS needs for every row. Without any adapter the
 # border is this wide, and zero.
 WIDTH_MULTIPLE = 8
-GROUPS = 4  # q, k and v; o; gate and up; down
+GROUPS = 4  # q, k and v; o; gate and up; down. An attention alone has the first two
 
 
 class Layout(NamedTuple):
@@ -222,17 +222,17 @@ def _move(parameter: Tensor, memory: Tensor) -> None:
 
 
 class LayerBorders(Filling):
-    """The borders of one decoder layer.
+    """The borders of one decoder layer, or of an attention alone.
 
     replica_of: the name of an earlier layer with the same base weights (PEFT's layer_replication).
     They lie in that layer's buffers. scratches: shared by all layers of a model, or by every second
     one where weights are sharded.
     """
 
-    def __init__(self, kind: type[Border]):
+    def __init__(self, kind: type[Border], groups: int = GROUPS):
         super().__init__()
         self.kind = kind
-        self.by_group = tuple(kind() for _ in range(GROUPS))
+        self.by_group = tuple(kind() for _ in range(groups))
         self.replica_of: str | None = None
         self.scratches = Scratches()
 

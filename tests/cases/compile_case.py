@@ -172,10 +172,9 @@ def launch_layer():
     launch_wide_attention(documents)
     grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     qkv_rope.rope_backward(*grads, cos, cos, qkv)
-    qkv_rope.rope_together(*grads, cos, cos, qkv)
-    qkv_rope.rope_together(*grads, None, None, qkv)
+    qkv_rope.rope_backward(*grads, None, None, qkv)
     part = cos[..., : HEAD_DIM // 2]
-    qkv_rope.rope_together(*grads, part, part, qkv, interleaved=True)
+    qkv_rope.rope_backward(*grads, part, part, qkv, interleaved=True)
     qkv_rope.rotate_back(qkv, part, part, HEADS, KV_HEADS)
     by_head = head_norms.HeadNorms(empty(HEAD_DIM), empty(HEAD_DIM), 1e-6, 1e-6)
     weights = (empty(count * HEAD_DIM) for count in (HEADS, KV_HEADS))

@@ -3,18 +3,44 @@
 A case is ([x, cos, sin, mask, eight adapters, frozen], the gradient of the output).
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from cases.attention_case import adapted, with_trained
 from cases.reference import masks_drawn, random
 from cases.rms_norm_case import eager_rms_norm
+from torch import Tensor, nn
 
-from fused_lora.functions.lora_attention import FrozenAttention
 from fused_lora.functions.lora_linear import FrozenLinear, FrozenQKV
 from fused_lora.kernels.head_norms import HeadNorms
+from fused_lora.layer.attention_block import AttentionBlock
+from fused_lora.layer.decoder_layer import LoRA_Attention
+from fused_lora.layer.operands import Frame
+from fused_lora.reading.projection import Projection
+from fused_lora.weights.borders import LayerBorders
+from fused_lora.weights.default_border import DefaultBorder
+from fused_mlp.utils import compute_dtype
 
 IN, OUT = 52, 44  # not multiples of a tile
+
+
+class FrozenAttention(NamedTuple):
+    """The operands of an attention that it does not train. Its seed serves all four masks."""
+
+    qkv: FrozenQKV
+    o: FrozenLinear
+    head_dim: int
+    scaling: float
+    head_norms: HeadNorms | None = None
+    seed: Tensor | None = None
+    q_scale: Tensor | None = None
+    sinks: Tensor | None = None
+    window: int | None = None
+
+
 NAMES = ["q_A", "q_B", "k_A", "k_B", "v_A", "v_B", "o_A", "o_B"]
+OPERANDS = ("x", "found", "gate", *NAMES)
 
 
 def make(
@@ -71,6 +97,38 @@ def eager_head_norm(x, weight, eps, zero_centered=False):
         return eager_rms_norm(x, weight, eps, zero_centered)
     by_token = eager_rms_norm(x.transpose(1, 2).flatten(2), weight, eps, zero_centered)
     return by_token.unflatten(2, (-1, x.shape[3])).transpose(1, 2)
+
+
+def lora_attention(x, cos, sin, mask, *rest):
+    """Run LoRA_Attention on new buffers, which hold the weights in the dtype of the computation."""
+    *adapters, frozen = rest
+    adapters, biases = adapters[:8], adapters[8:]
+    dtype = compute_dtype(x)
+    reads = []
+    for layer, A, B in zip((*frozen.qkv.layers, frozen.o), adapters[::2], adapters[1::2],
+                           strict=True):  # fmt: skip
+        base = nn.Module()
+        weight, bias = layer.weight.to(dtype), None if biases else layer.bias
+        base.weight = nn.Parameter(weight, requires_grad=False)
+        base.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
+        reads.append(Projection(
+            base.weight, base.bias, A, B, layer.scaling, layer.dropout, base=base
+        ))  # fmt: skip
+    groups, borders = [reads[:3], reads[3:]], LayerBorders(DefaultBorder, groups=2)
+    ranks = [[len(read.A) for read in group] for group in groups]
+    inputs, output = borders.find_or_make(groups, groups, ranks, dtype)
+    frame = Frame(
+        None, inputs, output, borders, adds=False, seed=frozen.seed,
+        dropout_rates=tuple(read.dropout for read in reads), trains_others=bool(biases),
+    )  # fmt: skip
+    q, k, _ = inputs.out_features
+    block = AttentionBlock(
+        frame, q // frozen.head_dim, k // frozen.head_dim, frozen.scaling, frozen.head_norms,
+        sinks=frozen.sinks, positions=x.shape[1], cos=cos, sin=sin, mask=mask,
+        q_scale=frozen.q_scale, window=frozen.window,
+    )  # fmt: skip
+    others = (*biases, None, None) if biases else ()
+    return LoRA_Attention.apply(x, None, None, *adapters, *others, (block,))
 
 
 def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):

@@ -22,12 +22,14 @@ from fused_lora.step.settings import ModuleSettings
 KEPT = {"checkpoint": "selective", "checkpoint_gib": 90e3 / 2**30}  # one layer of three
 NONE_KEPT = {"checkpoint": "selective", "checkpoint_gib": 0}
 LOSS = Fusion(cross_entropy=True)
+ALONE = "attention as one, offload"
 FUSIONS = {
     "attention": Fusion(attention=True),
     "full": Fusion(attention=True, checkpoint="full"),
     "offload": Fusion(attention=True, checkpoint="offload"),
     "selective": Fusion(attention=True, **KEPT),
     "all, full": Fusion(**ALL, checkpoint="full"),
+    ALONE: Fusion(attention=True, rope=True, checkpoint="offload"),
     "layer, offload": Fusion(layer=True, cross_entropy=True, checkpoint="offload"),
     "none": Fusion(checkpoint="none"),
 }
@@ -43,7 +45,7 @@ def with_hidden_states(model, inputs):
 # With whole layers, only the plain loss lets the last one skip tokens without a label.
 @pytest.mark.slow("loss_of-selective", "with_hidden_states-full")
 @pytest.mark.parametrize(("loss_of", "name"), [
-    *((loss_of, name) for name in ("offload", "selective", "all, full", "layer, offload")),
+    *((loss_of, name) for name in ("offload", "selective", "all, full", ALONE, "layer, offload")),
     *((with_hidden_states, name) for name in ("full", "selective", "layer, offload")),
 ])  # fmt: skip
 def test_micro_batches_add_up_to_the_gradients_of_one_batch(loss_of, name, device):

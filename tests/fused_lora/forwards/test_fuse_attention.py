@@ -2,19 +2,21 @@
 where they can, otherwise separately. (Families: test_families.py. What stays with PEFT:
 test_fuse_reasons.py.)"""
 
+import copy
 from collections import Counter
 
 import pytest
 import torch
-from cases.fused_case import assert_same, batch, functions_of
+from cases.fused_case import assert_right, assert_same, batch, functions_of, step
 from cases.layer_case import pair
-from cases.peft_models import ATTENTION, layers
+from cases.peft_models import ATTENTION, adapt, base_model, layers
 from cases.reasons import hook
 from cases.reference import assert_near
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fused_lora import Fusion
+from fused_lora import Fusion, fuse, unfuse
+from fused_lora.weights.borders import borders_of
 
 BOTH = Fusion(attention=True, rope=True)
 # Our functions in a layer.
@@ -86,6 +88,52 @@ def test_another_attention_registered_as_sdpa_is_called(device, monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", theirs)
     assert assert_same(fused, plain) == APART + APART
     assert len(calls) == 4  # two layers of two models
+
+
+def bases(layer):
+    return [getattr(layer.self_attn, name).base_layer for name in ATTENTION]
+
+
+def test_weights_lie_in_two_buffers_until_a_layer_runs_whole_or_unfuse(device):
+    fused, plain, _ = pair(device, BOTH)
+
+    def memories(layer):
+        return [base.weight.untyped_storage().data_ptr() for base in bases(layer)]
+
+    assert assert_same(fused, plain) == ONE + ONE
+    assert [len({*memories(layer)}) for layer in layers(fused)] == [2, 2]
+    saved = fused.state_dict()
+    assert all(saved[name].is_contiguous() for name in saved if ".self_attn." in name)
+    fuse(fused, Fusion(layer=True))
+    assert all(borders_of(layer.self_attn) is None for layer in layers(fused))
+    assert assert_same(fused, plain) == Counter(DecoderLayer=2)
+    whole = [memories(layer) for layer in layers(fused)]
+    for layer in (*layers(fused), *layers(plain)):  # the layer steps aside, its attention runs
+        layer.mlp.register_forward_hook(hook)
+    with pytest.warns(UserWarning, match="stepped aside"):
+        assert assert_same(fused, plain) == APART + APART
+    assert [memories(layer) for layer in layers(fused)] == whole
+    unfuse(fused)
+    assert all(base.weight.is_contiguous() for layer in layers(fused) for base in bases(layer))
+    assert all(len({*memories(layer)}) == 4 for layer in layers(fused))
+
+
+def test_of_attentions_with_the_same_weights_the_first_runs_as_one(device):
+    base = base_model(device, "Llama", attn_implementation="sdpa")
+    base.config.use_cache = False
+    options = {"layer_replication": [[0, 2], [0, 1]], "target_modules": ATTENTION}
+    plain = adapt(base, device, **options).train()
+    fused = copy.deepcopy(plain)
+    assert not fuse(fused, BOTH).left
+    assert assert_same(fused, plain, most=1e-4) == ONE + ONE + APART
+
+
+def test_autocast_over_weights_in_fp32_runs_apart(device):
+    """A buffer is multiplied in its weights' dtype."""
+    fused, plain, _ = pair(device, BOTH)
+    assert step(fused, autocast=True).functions == APART + APART
+    assert_right(fused, plain, autocast=True)
+    assert assert_same(fused, plain) == ONE + ONE
 
 
 def test_a_cache_is_kept(device):

@@ -71,7 +71,7 @@ def raw_gradients(operation, leaves, outputs, gradients) -> dict:
     """What the function's own backward returns, before autograd's engine casts or drops it."""
     node = as_tuple(outputs)[0].grad_fn
     returned = as_tuple(node.apply(*gradients))
-    given = dict(zip(leaves, returned, strict=False))
+    given = dict(zip(operation.operands or leaves, returned, strict=False))
     return {name: given[name] for name in operation.trained}
 
 

@@ -14,7 +14,6 @@ from fused_lora.kernels.qkv_rope import (
     norm_rope_together,
     rope_backward,
     rope_forward,
-    rope_together,
     rotate_back,
     split_heads,
 )
@@ -93,14 +92,14 @@ def eager_normed(case, zero_centered=False):
 @pytest.mark.parametrize(
     ("size", "dtype"), [*((size, torch.bfloat16) for size in SIZES), ("GQA", torch.float32)]
 )
-def test_three_tensors_are_rotated_as_they_are_side_by_side(dtype, size, device):
+def test_three_gradients_are_rotated_back_as_they_are_side_by_side(dtype, size, device):
     (q, k, cos, sin), _ = make(size, dtype=dtype, device=device)
     v = 2 * k
     want = side_by_side(q, k, v)
-    rope_forward(want, cos, sin, q.shape[1], k.shape[1])
+    rotate_back(want, cos, sin, q.shape[1], k.shape[1])
     for layout in LAYOUTS.values():
         got = torch.full_like(want, 7.0)
-        assert rope_together(*map(layout, (q, k, v)), cos, sin, got) is None
+        assert rope_backward(*map(layout, (q, k, v)), cos, sin, got) is None
         if dtype == torch.float32:  # on a GPU a few last bits differ
             assert_near(got, want, torch.finfo(dtype).eps)
         else:
@@ -122,19 +121,19 @@ def test_interleaved_pairs_are_rotated_as_halves_are(size, device):
         by_order = ordered if interleaved else norms
         norm_rope_together(q, k, v, by_order, cos, sin, out, interleaved)
 
-    for write in (rope_together, rope_backward, normed):
+    for write in (rope_backward, normed):
         got, want = none.clone(), none.clone()
         write(*(t[..., order] for t in heads), cos, sin, got, interleaved=True)
         write(*heads, cos, sin, want)
         assert torch.equal(got, want.unflatten(1, (-1, q.shape[-1]))[..., order].flatten(1))
     # where they lie, and one by one
-    for change, write in ((rope_forward, rope_together), (rotate_back, rope_backward)):
-        got, want = side_by_side(*heads), none.clone()
-        change(got, cos, sin, q.shape[1], k.shape[1], interleaved=True)
-        write(*heads, cos, sin, want, interleaved=True)
-        assert torch.equal(got, want)
+    got, want = side_by_side(*heads), none.clone()
+    rotate_back(got, cos, sin, q.shape[1], k.shape[1], interleaved=True)
+    rope_backward(*heads, cos, sin, want, interleaved=True)
+    assert torch.equal(got, want)
     alone = run(partial(rope, interleaved=True), (q, k, cos, sin), gradients)
-    rope_together(*heads, cos, sin, want, interleaved=True)
+    want = side_by_side(*heads)
+    rope_forward(want, cos, sin, q.shape[1], k.shape[1], interleaved=True)
     assert_equal(alone[:2], split_heads(want, q.shape[2], q.shape[1], k.shape[1])[:2])
     rope_backward(*gradients, 2 * k, cos, sin, want, interleaved=True)
     assert_equal(alone[2:], split_heads(want, q.shape[2], q.shape[1], k.shape[1])[:2])
@@ -146,7 +145,6 @@ def test_without_angles_nothing_is_rotated(device):
     v, norms = 2 * k, HeadNorms(*make_normed("GQA", torch.bfloat16, device)[-2:], *EPS)
     none, zero = (None, None), (torch.ones_like(cos), torch.zeros_like(sin))
     for write in (
-        lambda angles, out: rope_together(q, k, v, *angles, out),
         lambda angles, out: rope_backward(q, k, v, *angles, out),
         lambda angles, out: norm_rope_together(q, k, v, norms, *angles, out),
     ):

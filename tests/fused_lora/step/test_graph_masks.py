@@ -24,8 +24,7 @@ from cases.peft_models import FAMILIES, LAYERS, ids
 
 from fused_lora import Fusion, fill_row, fuse
 from fused_lora.causal_lm import documents
-from fused_lora.functions.lora_attention import LoRA_Attention
-from fused_lora.layer.decoder_layer import DecoderLayer
+from fused_lora.layer.decoder_layer import DecoderLayer, LoRA_Attention
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -48,11 +47,10 @@ def spy_on_masks(monkeypatch, fusion):
             ),
         )  # fmt: skip
         return seen
-    masks = {LoRA_Attention: lambda a: a[3], DecoderLayer: lambda a: a[-1][0].mask}
-    for function, mask in masks.items():
+    for function in (LoRA_Attention, DecoderLayer):
         monkeypatch.setattr(
             function, "apply",
-            lambda *a, apply=function.apply, mask=mask: seen.append(mask(a)) or apply(*a),
+            lambda *a, apply=function.apply: seen.append(a[-1][0].mask) or apply(*a),
         )  # fmt: skip
     return seen
 

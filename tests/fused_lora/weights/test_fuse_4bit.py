@@ -13,7 +13,7 @@ import torch
 from cases.four_bit_case import REFUSED, dequantised, quantised, rest_in_fp32, unquantised
 from cases.fused_case import ALL, SHORT, assert_close, batch, beside, step, values_of
 from cases.layer_case import EVERYTHING, LAYER, NAMES, layer_of, peft_model, tokens
-from cases.peft_models import assert_equal
+from cases.peft_models import assert_equal, layers
 from torch.utils.checkpoint import checkpoint
 
 from fused_lora import Fusion, fuse, report, unfuse
@@ -155,20 +155,27 @@ def test_layers_take_turns_in_one_memory_which_goes_with_the_model(device):
 def test_parts_take_turns_in_one_memory_which_goes_with_the_model(device):
     fused, _, _ = pair(device, Fusion(**ALL))
     first = step(fused)
-    owners = [owner_of(part) for part in (layer_of(fused).mlp, layer_of(fused, 1).self_attn)]
-    memories = owners[0].memories
-    assert memories is owners[1].memories and len(memories.by_shape) == 2
+
+    def memories_of(model):
+        """Of MLPs, and of the buffers of q, k and v and of o."""
+        owners = [[owner_of(getattr(layer, part)) for layer in layers(model)]
+                  for part in ("mlp", "self_attn")]  # fmt: skip
+        (mlp, other_mlp), (attention, other_attention) = owners
+        assert mlp.memories is other_mlp.memories
+        assert attention.borders.scratches is other_attention.borders.scratches
+        return [*mlp.memories.by_shape.values(), *attention.borders.scratches.values()]
+
+    memory = [weakref.ref(one.memory) for one in memories_of(fused)]
     fuse(fused, Fusion(**ALL))  # a CUDA graph may hold this memory
-    assert memories is owner_of(layer_of(fused).mlp).memories
-    memory = [weakref.ref(one.memory) for one in memories.by_shape.values()]
+    step(fused)
+    assert all(one.memory is it() for one, it in zip(memories_of(fused), memory, strict=True))
     copied = copy.deepcopy(fused)
     assert_equal(step(copied), first)
-    own = owner_of(layer_of(copied).mlp).memories
-    assert {id(one.memory) for one in own.by_shape.values()}.isdisjoint(id(m()) for m in memory)
+    assert {id(one.memory) for one in memories_of(copied)}.isdisjoint(id(m()) for m in memory)
     gc.disable()
     try:
-        del fused, owners, memories
-        assert [one() for one in memory] == [None] * 2
+        del fused
+        assert [one() for one in memory] == [None] * 3
     finally:
         gc.enable()
 
