@@ -248,6 +248,7 @@ def _run_as_one(
     names = _names_of_qkv(attention), [_output_name(attention)]
     ranks = [largest_ranks(attention, *one) for one in zip(names, parts, strict=True)]
     inputs, output = borders.find_or_make([qkv, [o]], parts, ranks, o.weight.dtype)
+    assert inputs is not None and output is not None
     every = [*parts[0], o]
     trained, rates = tensors_of(every), tuple(read.dropout for read in every)
     if trains_others := len(trained) > 2 * len(every):
