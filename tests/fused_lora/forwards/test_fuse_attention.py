@@ -109,7 +109,7 @@ def test_weights_lie_in_two_buffers_until_a_layer_runs_whole_or_unfuse(device):
     assert assert_same(fused, plain) == Counter(DecoderLayer=2)
     whole = [memories(layer) for layer in layers(fused)]
     for layer in (*layers(fused), *layers(plain)):  # the layer steps aside, its attention runs
-        layer.mlp.register_forward_hook(hook)
+        layer.input_layernorm.register_forward_hook(hook)
     with pytest.warns(UserWarning, match="stepped aside"):
         assert assert_same(fused, plain) == APART + APART
     assert [memories(layer) for layer in layers(fused)] == whole
