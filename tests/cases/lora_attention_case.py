@@ -11,6 +11,7 @@ from cases.attention_case import adapted, with_trained
 from cases.reference import masks_drawn, random
 from cases.rms_norm_case import eager_rms_norm
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_lora.functions.lora_linear import FrozenLinear, FrozenQKV
 from fused_lora.kernels.head_norms import HeadNorms
@@ -99,22 +100,33 @@ def eager_head_norm(x, weight, eps, zero_centered=False):
     return by_token.unflatten(2, (-1, x.shape[3])).transpose(1, 2)
 
 
+# By q's weight: base layers and their borders, which a CUDA graph finds as it had them eagerly.
+KNOWN = WeakIdKeyDictionary()
+
+
+def base_of(layer, dtype, has_bias):
+    base = nn.Module()
+    base.weight = nn.Parameter(layer.weight.to(dtype), requires_grad=False)
+    bias = layer.bias if has_bias else None
+    base.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
+    return base
+
+
 def lora_attention(x, cos, sin, mask, *rest):
-    """Run LoRA_Attention on new buffers, which hold the weights in the dtype of the computation."""
+    """Run LoRA_Attention on buffers that hold the weights in the dtype of the computation."""
     *adapters, frozen = rest
     adapters, biases = adapters[:8], adapters[8:]
-    dtype = compute_dtype(x)
-    reads = []
-    for layer, A, B in zip((*frozen.qkv.layers, frozen.o), adapters[::2], adapters[1::2],
-                           strict=True):  # fmt: skip
-        base = nn.Module()
-        weight, bias = layer.weight.to(dtype), None if biases else layer.bias
-        base.weight = nn.Parameter(weight, requires_grad=False)
-        base.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
-        reads.append(Projection(
-            base.weight, base.bias, A, B, layer.scaling, layer.dropout, base=base
-        ))  # fmt: skip
-    groups, borders = [reads[:3], reads[3:]], LayerBorders(DefaultBorder, groups=2)
+    dtype, layers = compute_dtype(x), (*frozen.qkv.layers, frozen.o)
+    known, key = KNOWN.setdefault(layers[0].weight, {}), (dtype, bool(biases))
+    if key not in known:
+        bases = [base_of(layer, dtype, not biases) for layer in layers]
+        known[key] = bases, LayerBorders(DefaultBorder, groups=2)
+    bases, borders = known[key]
+    reads = [
+        Projection(base.weight, base.bias, A, B, layer.scaling, layer.dropout, base=base)
+        for layer, base, A, B in zip(layers, bases, adapters[::2], adapters[1::2], strict=True)
+    ]
+    groups = [reads[:3], reads[3:]]
     ranks = [[len(read.A) for read in group] for group in groups]
     inputs, output = borders.find_or_make(groups, groups, ranks, dtype)
     frame = Frame(
