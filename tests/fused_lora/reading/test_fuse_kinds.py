@@ -24,9 +24,9 @@ from peft import LoraConfig
 from fused_lora import Fusion, fuse, report
 
 ONE = {"num_hidden_layers": 1}
-WHOLE = {"DecoderLayer": 1}
-MLP, ATTENTION = {"LoRA_MLP": 1}, {"LoRA_Attention": 1}
-PARTS = MLP | ATTENTION
+WHOLE = {"DecoderLayer": 1}  # or its attention, beside projections by themselves
+MLP = {"LoRA_MLP": 1}
+PARTS = MLP | {"LoRA_Attention": 1}
 FUNCTIONS = {*PARTS, *WHOLE, "LoRA_W", "LoRA_QKV"}
 
 
@@ -95,12 +95,12 @@ KINDS = {
     ),
     "norms of heads, too": (with_trained_norms("Qwen3"), MLP | {"LoRA_QKV": 1, "LoRA_W": 1}),
     "norms in modules_to_save": (made(modules_to_save=NORMS), WHOLE),
-    "DoRA on up": (with_one("mlp.up_proj"), ATTENTION | {"LoRA_W": 2}),
+    "DoRA on up": (with_one("mlp.up_proj"), WHOLE | {"LoRA_W": 2}),
     "DoRA on gate and up, joined": (
-        with_one("mlp.gate_up_proj", make=phi()), ATTENTION | {"LoRA_W": 1}
+        with_one("mlp.gate_up_proj", make=phi()), WHOLE | {"LoRA_W": 1}
     ),
     "DoRA on down, beside joined ones with biases": (
-        with_one("mlp.down_proj", make=phi(lora_bias=True)), ATTENTION | {"LoRA_W": 1}
+        with_one("mlp.down_proj", make=phi(lora_bias=True)), WHOLE | {"LoRA_W": 1}
     ),
     "DoRA on k": (with_one("self_attn.k_proj"), MLP | {"LoRA_W": 3}),
     "DoRA on k, normed heads": (
@@ -108,7 +108,7 @@ KINDS = {
     ),
     "DoRA on gate, up without an adapter": (
         with_one("mlp.gate_proj", make=made(target_modules=["q_proj", "gate_proj", "down_proj"])),
-        ATTENTION | {"LoRA_W": 1},
+        WHOLE | {"LoRA_W": 1},
     ),
     "DoRA on q, k and v, joined": (
         with_one("self_attn.qkv_proj", make=phi()), MLP | {"LoRA_W": 1}
@@ -116,7 +116,7 @@ KINDS = {
     "DoRA on o": (with_one("self_attn.o_proj"), MLP | {"LoRA_QKV": 1}),
     "a quantised v": (with_one("self_attn.v_proj", replace_weight), MLP | {"LoRA_W": 3}),
     "a quantised down, beside biases": (
-        with_one("mlp.down_proj", replace_weight, made(lora_bias=True)), ATTENTION | {"LoRA_W": 2}
+        with_one("mlp.down_proj", replace_weight, made(lora_bias=True)), WHOLE | {"LoRA_W": 2}
     ),
 }  # fmt: skip
 

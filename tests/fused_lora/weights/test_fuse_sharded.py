@@ -114,8 +114,9 @@ def fsdp1(model):
 
 def tensor_parallel(model):
     mesh = init_device_mesh(next(model.parameters()).device.type, (RANKS,))
+    names = "self_attn.q_proj.base_layer", "mlp.gate_proj.base_layer"  # of both blocks
     for layer in layers_of(model):
-        parallelize_module(layer, mesh, {"mlp.gate_proj.base_layer": ColwiseParallel()})
+        parallelize_module(layer, mesh, {name: ColwiseParallel() for name in names})
     fuse(model, LAYER)
 
 
