@@ -11,7 +11,7 @@ from cases.reference import assert_within_budget, over_draws, random
 from fused_lora import Fusion
 from fused_lora.forwards import layer as adopted
 from fused_lora.forwards.layer_reading import read_running
-from fused_lora.layer.decoder_layer import DecoderLayer
+from fused_lora.layer.decoder_layer import DecoderLayer, LoRA_Attention
 from fused_lora.reading.known import inner_norm
 
 LAYER = Fusion(layer=True)
@@ -71,12 +71,12 @@ def of_a_call(blocks, cos, sin):
 def operands_of_calls(monkeypatch):
     """Record the operands of every call of DecoderLayer from now on."""
     seen = []
-    apply = DecoderLayer.apply.__func__
+    applied_by = {function: function.apply for function in (DecoderLayer, LoRA_Attention)}
 
     def seen_apply(function, *inputs):
         if function is DecoderLayer:  # and not an attention alone
             seen.append(inputs)
-        return apply(function, *inputs)
+        return applied_by[function](*inputs)
 
     monkeypatch.setattr(DecoderLayer, "apply", classmethod(seen_apply))
     return seen
