@@ -24,10 +24,10 @@ ALIGNMENT = 16  # bytes: Triton compiles for addresses that are multiples of it
 class _Kind(NamedTuple):
     """Launches of one kernel with arguments of the same types."""
 
-    kernel: Any  # held, so that its id stays its own
+    kernel: Any  # held: no other kernel gets its id
     tensors: list[int]  # the positions of tensors
     counts: list[int]  # and of integers that count tokens: our kernels do not specialise these
-    compiled: dict[tuple, Any] | None  # by what is left of a launch; None: there are tuples
+    compiled: dict[tuple, Any] | None  # by a launch's other arguments; None: some are tuples
 
 
 # By the kernel's id, which Triton takes a microsecond to hash, and types: 2 == 2.0 and 1 == True.

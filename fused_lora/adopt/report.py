@@ -66,8 +66,8 @@ def report(model: nn.Module) -> FusionReport:
     A module counts as left if its adapters are merged, it is on the CPU, or somebody has replaced
     its forward since. So does one that reads FSDP's weights, which are sharded between forwards,
     and one that was not able to run fused when you called `fuse`, until you call it again. Modules
-    inside a layer that runs fused as a whole are not listed. A layer of which only the attention
-    does, or its mixer, is in both lists: with the reason why its MLP does not.
+    inside a layer that runs fused as a whole are not listed. A layer that runs only its
+    attention, or its mixer, as a block is in both lists, with the reason why its MLP does not.
     """
     check_is_module("report", model)
     found = FusionReport({}, {})
@@ -136,7 +136,7 @@ def _report_part(
         found.fused[part].append(name)
         left = site.left(site.read(module))
         found.left.update({f"{name}.{unit}".rstrip("."): why for unit, why in left.items()})
-        in_part += "" in left  # the layer, of which a block runs
+        in_part += "" in left  # the layer itself: one block runs
         apart = left.keys() & set(units)
         for unit in units:  # one without an adapter only runs fused together with all others
             is_adapted = not apart or hasattr(module.get_submodule(unit), "lora_A")

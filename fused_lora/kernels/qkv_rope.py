@@ -4,7 +4,7 @@
     rotate_back           q's and k's gradients, rotated back where they lie
     rope_backward         [grad_q | grad_k | grad_v], q and k rotated back, from three tensors
     norm_rope_together    [RoPE(norm(q)) | RoPE(norm(k)) | v], from three tensors
-    rotate                q and k rotated, or rotated back, each into a tensor of its own
+    rotate                q and k rotated, or rotated back, each into a separate tensor
 
 [q | k | v] are rows that one matmul writes, and whose gradient one matmul reads. `head_norms.py`
 has the norms and their backward.

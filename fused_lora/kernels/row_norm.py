@@ -15,7 +15,7 @@ the residual adds to a copy of it, which the norm before it writes as well.
 
 A program holds a row in registers to average its squares, so it can also find the row's largest
 element for its codes. Traffic in tensors of x's size in bf16: 2, or 3 with a copy of x and with an
-addition, 1.5 for codes, where coding y in a pass of its own takes another 1.5. Backward: 3, 4 with
+addition, 1.5 for codes, where a separate pass that codes y takes another 1.5. Backward: 3, 4 with
 grad_residual, 4.5 with codes beside it.
 
 Arithmetic is fp32 and rounds once, at the store. Deterministic.

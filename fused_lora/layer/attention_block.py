@@ -119,6 +119,8 @@ class AttentionBlock(NamedTuple):
                 f"{name}: cos or sin requires a gradient, which it would not get: detach them, or "
                 "use the unfused layer"
             )
+        if self.sinks is not None and self.sinks.shape != (self.heads,):
+            raise ValueError(f"{name}: sinks is {list(self.sinks.shape)}, should be [{self.heads}]")
         if self.sinks is not None and self.sinks.requires_grad:
             raise ValueError(
                 f"{name}: sinks require a gradient, which they would not get: freeze them, or use "
@@ -201,14 +203,14 @@ class AttentionBlock(NamedTuple):
     ) -> tuple[Gradient | None, tuple]:  # fmt: skip
         """Return the gradients of x, None if nothing needs it, and of what the block trains."""
         inputs, output, dropout = self.frame.inputs, self.frame.output, run.dropouts.output
-        incoming = run.of_output(gradient, saved.left.normed)
+        incoming = run.output_gradient(gradient, saved.left.normed)
         da, pa = output.buffer.gradient(incoming, None, dropout)
         o = run.sum_output(incoming, saved.left, pa, dropout)
         del incoming
         grad_qkv = empty_rows(inputs.A, len(da), inputs.grad_columns)
         self._attention_gradient(da, saved, grad_qkv[:, : inputs.out])
         del da
-        grad_x, pn = run.of_input(
+        grad_x, pn = run.input_gradient(
             Incoming(grad_qkv), gradient.total, x, saved.entered, need_x, before
         )
         return grad_x, run.flat(*run.sum_inputs(saved.entered, pn, grad_qkv), o)

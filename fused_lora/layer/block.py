@@ -117,8 +117,8 @@ class Gradient(NamedTuple):
 class BlockBackward:
     """The two ends of a block's backward, and what they share.
 
-    grads: the gradients of biases and norms, which the ends write. sums: computes those of
-    adapters, of all blocks at once.
+    bias_grads, last_bias_grad, norm_grad, norm_after_grad: gradients that the ends write, None
+    where nothing is trained. sums: computes those of all blocks' adapters at once.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class BlockBackward:
             self.norm_grad = _new(like, kinds.norm, needed.norm)
             self.norm_after_grad = _new(like, kinds.norm_after, needed.norm_after)
 
-    def of_output(self, gradient: Gradient, normed: Normed | None) -> Incoming:
+    def output_gradient(self, gradient: Gradient, normed: Normed | None) -> Incoming:
         """Return the gradient of what the last projection gave."""
         frame, (total, incoming) = self.frame, gradient
         like, columns = frame.output.A, frame.output.grad_columns
@@ -166,7 +166,7 @@ class BlockBackward:
         (A,) = self.sums.add_A(group, adapter, need, left.x, p, dropout)
         return Adapter(A, B)
 
-    def of_input(
+    def input_gradient(
         self, incoming: Incoming, grad_residual: Tensor, x: Tensor, entered: Entered,
         need_x: bool, before: "BlockBackward | None" = None,
     ) -> tuple[Gradient | None, Tensor | None]:  # fmt: skip
@@ -219,8 +219,8 @@ class BlockBackward:
 def handed_over(
     filling: Filling, gradient: Gradient | None, like: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return a gradient of the batch and positions of `like`, and leave its rows for the layer
-    before."""
+    """Return a gradient in this dtype, [batch, positions, features] with the first two of `like`,
+    and leave its rows for the layer before."""
     if gradient is None:
         return None
     if gradient.incoming is not None and gradient.incoming.rows is not None:

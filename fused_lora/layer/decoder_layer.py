@@ -124,9 +124,8 @@ class DecoderLayer(torch.autograd.Function):
             all_dropouts.append(dropouts)
             if not is_last:
                 totals.append(total)
-            elif (
-                output is not None and total is not target
-            ):  # a recompute has kept it, and wrote nothing
+            elif output is not None and total is not target:
+                # a recompute took the total that it had kept, and wrote nothing
                 output = total.detach().view(output.shape)
         store(ctx, Saved(
             hidden if found is None and blocks[0].frame.adds else None, hidden.dtype,

@@ -166,7 +166,7 @@ class BeforeMixer(torch.autograd.Function):
             entered = Entered(saved.n, saved.rstd, saved.mask)
             adapters = (*saved.adapters, Adapter(None, None))
             run = BlockBackward(frame, saved.dropouts, adapters, needed, None, sums)
-            gradient, p = run.of_input(
+            gradient, p = run.input_gradient(
                 Incoming(grad), as_rows(grad_residual), x, entered, need_hidden
             )
             its_adapters = run.sum_inputs(entered, p, grad)
@@ -223,7 +223,7 @@ class MixerBlock(NamedTuple):
     ) -> tuple[Gradient, tuple]:  # fmt: skip
         """Return the gradients of x and of what the block trains."""
         dropout = run.dropouts.output
-        incoming = run.of_output(gradient, saved.left.normed)
+        incoming = run.output_gradient(gradient, saved.left.normed)
         grad_y, p = self.frame.output.buffer.gradient(incoming, None, dropout)
         out_proj = run.sum_output(incoming, saved.left, p, dropout)
         run.mixer_grads = self.ends.leave_backward(grad_y, self.found, self.gate, saved.kept)

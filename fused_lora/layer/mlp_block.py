@@ -107,7 +107,7 @@ class MLPBlock(NamedTuple):
         """Return the gradients of x, None if nothing needs it, and of what the block trains."""
         gate_up, down, dropouts = self.frame.inputs, self.frame.output, run.dropouts
         entered = saved.entered
-        g = run.of_output(gradient, saved.normed)
+        g = run.output_gradient(gradient, saved.normed)
         assert g.rows is not None
         dh, ph = down.buffer.gradient(g, None, dropouts.output)
         with_swiglu = new_swiglu_gradients(
@@ -123,7 +123,7 @@ class MLPBlock(NamedTuple):
         (down_B,) = run.sums.add_B(
             down, (run.last_adapter,), (run.need_last,), g.rows, saved.z_down
         )
-        grad_x, pm = run.of_input(dgu, gradient.total, x, entered, need_x, before)
+        grad_x, pm = run.input_gradient(dgu, gradient.total, x, entered, need_x, before)
         gate_A, up_A = run.sum_A(entered, pm)
         return grad_x, run.flat(
             Adapter(gate_A, with_swiglu.gate_B), Adapter(up_A, with_swiglu.up_B),

@@ -91,7 +91,7 @@ class Family:
     lora: changes to LoraConfig.
     in_layers: how often functions appear in whole layers beside one DecoderLayer for each.
     not_whole: why its layers do not run whole, if they do not. in_parts: why one does not, if
-        another does. mixtures: the layers of which attention runs in a block, beside a mixture.
+        another does. mixtures: layers whose attention runs as a block, beside a mixture.
     image_token: given if we test the model on an image of four patches.
     """
 

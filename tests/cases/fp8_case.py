@@ -166,7 +166,7 @@ def results(blocks, adapters, device, draw=0, head_dim=16):
     hidden, grad = layer_case.tokens((2, SHORT), torch.float32, device, draw, hidden=32)
     cos, sin = (random(1, SHORT, head_dim, seed=seed, device=device) for seed in (7, 8))
     hidden.requires_grad_()
-    blocks = layer_case.of_a_call(blocks, cos, sin)
+    blocks = layer_case.in_a_call(blocks, cos, sin)
     output = DecoderLayer.apply(hidden, None, None, *adapters, blocks)
     found = torch.autograd.grad(output, [hidden, *adapters], grad)
     return [output.detach(), *found]

@@ -61,7 +61,7 @@ def operands_of(layer):
     return *found.trained, (found.mixing, found.mlp)
 
 
-def of_a_call(blocks, cos, sin):
+def in_a_call(blocks, cos, sin):
     """Return an attention and an MLP for a call with these angles, and a seed for dropout."""
     seed = torch.tensor([5], device=cos.device)
     attention, mlp = (block._replace(frame=block.frame._replace(seed=seed)) for block in blocks)
@@ -139,7 +139,7 @@ def operands(device, shape=(2, 9), **options):
         random(1, shape[1], 26, seed=seed, dtype=hidden.dtype, device=device) for seed in (7, 8)
     )
     *trained, blocks = operands_of(layer_of(fused))
-    inputs = [hidden.requires_grad_(), None, None, *trained, of_a_call(blocks, cos, sin)]
+    inputs = [hidden.requires_grad_(), None, None, *trained, in_a_call(blocks, cos, sin)]
     return fused, inputs, grad
 
 

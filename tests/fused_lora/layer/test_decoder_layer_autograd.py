@@ -4,7 +4,7 @@ stored in other ways."""
 import pytest
 import torch
 from cases.counting import saved_for_backward, saved_tensors
-from cases.layer_case import BF16, layer_of, leaves, of_a_call, operands, operands_of
+from cases.layer_case import BF16, in_a_call, layer_of, leaves, operands, operands_of
 from cases.reference import assert_near
 from cases.refusal import assert_refused, narrow, trained
 
@@ -122,7 +122,7 @@ def test_rows_are_taken_over_only_where_they_are_the_gradient(between, taken, de
     def gradients(function, copies):
         hidden = function(DecoderLayer.apply(*inputs))
         positions = hidden.shape[1]
-        now = of_a_call(blocks, *(t[:, :positions] for t in angles))
+        now = in_a_call(blocks, *(t[:, :positions] for t in angles))
         if copies:
             hidden = hidden * 1
         output = DecoderLayer.apply(hidden, None, None, *adapters, now)
@@ -254,6 +254,7 @@ ERRORS = [
         {f"attention.{name}": lambda t: t.repeat(1, 1, 2) for name in ("cos", "sin")},
         r"cos is \[1, 9, 52\], should be \[1 or 2, 9, 26\]",
     ),
+    ({"attention.sinks": lambda _: torch.zeros(3)}, r"sinks is \[3\], should be \[2\]"),
     ({"attention.sin": lambda _: None}, "only one of cos and sin is given"),
     (
         {"attention.sin": torch.Tensor.double},
