@@ -18,7 +18,6 @@ from fused_mlp.utils import compute_dtype
 from ..foreign.originals import why_replaced
 from ..foreign.ownership import fused_parts_of, owner_of
 from ..foreign.parallel import is_in_fsdp
-from ..functions.lora_linear import FrozenQKV, LoRA_QKV
 from ..kernels.head_norms import HeadNorms
 from ..layer.attention_block import AttentionBlock
 from ..layer.buffer import PlacedWeight
@@ -29,11 +28,11 @@ from ..reading.aside import say_left, say_once, step_aside
 from ..reading.forms import AttentionForm
 from ..reading.four_bit import is_4bit
 from ..reading.known import known_form, why_not_class
-from ..reading.projection import Projection, frozen_bias, seed_for, split_projection, why_call
+from ..reading.projection import Projection, seed_for, split_projection, why_call
 from ..reading.refusal import attempt, refuse
 from ..weights.borders import LayerBorders, borders_of
 from ..weights.default_border import DefaultBorder
-from ..weights.four_bit_parts import why_not_input, written
+from ..weights.four_bit_parts import why_not_input
 from .attend import (
     attend,
     dropout_of,
@@ -53,6 +52,7 @@ from .linear import (
     read_output,
     read_projections,
     run_alone,
+    run_together,
     tensors_of,
 )
 from .rms_norm import why_not_frozen
@@ -94,14 +94,6 @@ def _sizes(attention: Any, together: int) -> list[int]:
     """Return how many outputs of the one layer belong to q, k and v."""
     q = output_of(attention).in_features
     return [q, *[(together - q) // 2] * 2]
-
-
-def _frozen_qkv(reads: Sequence[Projection]) -> FrozenQKV:
-    weights, biases, scalings, dropouts = zip(
-        *((read.weight, frozen_bias(read), read.scaling, read.dropout) for read in reads),
-        strict=True,
-    )
-    return FrozenQKV(*weights, *biases, *scalings, *dropouts)
 
 
 def head_norms_of(attention: Any) -> HeadNorms | None:
@@ -331,22 +323,12 @@ def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Te
     names = _names_of_qkv(attention)
     is_joined = len(known_form(attention, "Attention").projections) == 1
     if reads.are_all and (is_joined or len(names) == 3):
-        return _run_together(attention, reads.fit, hidden_states)
+        return run_together(attention, reads.fit, hidden_states, partial(split_qkv, attention))
     run = partial(run_alone, attention) if reads.fit else nn.Module.__call__
     outputs = [run(getattr(attention, name), hidden_states) for name in names]
     if not is_joined:
         return outputs
     return outputs[0].split(_sizes(attention, outputs[0].shape[-1]), -1)
-
-
-def _run_together(
-    attention: Any, reads: list[Projection], hidden_states: Tensor
-) -> Sequence[Tensor]:
-    read, write_again = written(attention, reads)
-    qkv = split_qkv(attention, read)
-    seed = seed_for(hidden_states, *(one.dropout for one in qkv))
-    frozen = _frozen_qkv(qkv)._replace(seed=seed, write_again=write_again)
-    return LoRA_QKV.apply(hidden_states, *tensors_of(qkv), frozen)
 
 
 def _read_rest(

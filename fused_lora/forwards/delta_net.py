@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from ..foreign.delta_rule import delta_rule
 from ..foreign.versions import CACHE, CONVOLUTION, RULE_REPEATS_HEADS, STATES, class_forward
 from ..functions.causal_conv import Conv, causal_conv
-from ..functions.lora_group import FrozenGroup, LoRA_Group
 from ..layer.mixer_ends import DeltaNetEnds, decay_of
 from ..reading.aside import say_left, say_once, step_aside
 from ..reading.families import FORMS
 from ..reading.forms import MixerForm
 from ..reading.known import known_form, why_not_class
-from ..reading.projection import Projection, seed_for, why_call
+from ..reading.projection import why_call
 from ..reading.refusal import attempt, refuse, refuse_documents
 from ..reading.site import having
-from ..weights.four_bit_parts import why_not_input, written
+from ..weights.four_bit_parts import why_not_input
 from .attention import NO_CACHE_IN_TRAINING
-from .linear import Reads, frozen_linear, read_projections, run_alone, tensors_of
+from .linear import Reads, read_projections, run_alone, run_together
 from .rms_norm import read_gated_norm
 from .short_conv import why_not_conv
 
@@ -174,18 +173,11 @@ def _run_in(net: Any, reads: Reads | None, x: Tensor) -> tuple[Tensor, ...]:
     elif reads.left:
         found = tuple(run_alone(net, projection, x) for projection in projections)
     else:
-        found = _run_together(net, reads.fit, x)
+        found = run_together(net, reads.fit, x)
     if len(found) == 4:
         return found
     q, k, v, z, b, a = net.fix_query_key_value_ordering(*found)
     return torch.cat([one.flatten(2) for one in (q, k, v)], -1), z.flatten(2), b, a
-
-
-def _run_together(net: nn.Module, reads: list[Projection], x: Tensor) -> tuple[Tensor, ...]:
-    found, write_again = written(net, reads)
-    layers = tuple(map(frozen_linear, found))
-    frozen = FrozenGroup(layers, seed_for(x, *(one.dropout for one in found)), write_again)
-    return LoRA_Group.apply(x, *tensors_of(found), frozen)
 
 
 # --- in a layer that runs whole -------------------------------------------------------------------

@@ -1,13 +1,13 @@
-"""A single projection, run as LoRA_W: attention's o, or one of a group (an MLP's, or those that
-share an input) in which another cannot run fused."""
+"""Projections that share an input, run as LoRA_QKV, and single ones, run as LoRA_W: attention's o,
+or one of a group in which another cannot run fused."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..foreign.ownership import why_not_own_forward
-from ..functions.lora_linear import FrozenLinear, LoRA_W
+from ..functions.lora_linear import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
 from ..reading.aside import step_aside, why_unloaded
 from ..reading.projection import (
     Projection,
@@ -67,8 +67,22 @@ def largest_ranks(module: Any, names: Sequence[str], parts: Sequence[Projection]
     return largest * (len(parts) // len(names))
 
 
-def frozen_linear(read: Projection) -> FrozenLinear:
+def _frozen_linear(read: Projection) -> FrozenLinear:
     return FrozenLinear(read.weight, frozen_bias(read), read.scaling, read.dropout)
+
+
+def run_together(
+    module: nn.Module,
+    reads: list[Projection],
+    x: Tensor,
+    split: Callable[[list[Projection]], list[Projection]] = list,
+) -> tuple[Tensor, ...]:
+    """Run projections of a module, or what they split into, as one LoRA_QKV."""
+    found, write_again = written(module, reads)
+    parts = split(found)
+    seed = seed_for(x, *(part.dropout for part in parts))
+    frozen = FrozenQKV(tuple(map(_frozen_linear, parts)), seed, write_again)
+    return LoRA_QKV.apply(x, *tensors_of(parts), frozen)
 
 
 def run_alone(module: nn.Module, projection: nn.Module, x: Tensor) -> Tensor:
@@ -83,7 +97,7 @@ def run_alone(module: nn.Module, projection: nn.Module, x: Tensor) -> Tensor:
 def _lora_w(module: nn.Module, reads: list[Projection], x: Tensor) -> Tensor:
     (read,), write_again = written(module, reads)
     seed = seed_for(x, read.dropout)
-    frozen = frozen_linear(read)._replace(seed=seed, write_again=write_again)
+    frozen = _frozen_linear(read)._replace(seed=seed, write_again=write_again)
     return LoRA_W.apply(x, *tensors_of([read]), frozen)
 
 

@@ -1,10 +1,11 @@
 """LoRA_W and LoRA_QKV: adapted linear layers as one autograd function, backward by hand.
 
-LoRA_W is one layer (attention's output projection), LoRA_QKV the three that share attention's
-input. Both are a group of layers in the sense of `fused_mlp/utils.py`, and use its equations. For
-q, k and v that is 7 matmuls forward and 11 backward; layer by layer it is 9 and 15. Biases cost
-nothing: the epilogue of the frozen matmul adds them. The gradient of a trained bias is the sum of
-its layer's dy over tokens.
+LoRA_W is one layer (attention's output projection), LoRA_QKV any number of layers that share an
+input: attention's q, k and v, or the four in front of a gated delta net. Both are a group of layers
+in the sense of `fused_mlp/utils.py`, and use its equations. For q, k and v that is 7 matmuls
+forward and 11 backward; layer by layer it is 9 and 15. For a gated delta net it is 9 and 14 instead
+of 12 and 20. Biases cost nothing: the epilogue of the frozen matmul adds them. The gradient of a
+trained bias is the sum of its layer's dy over tokens.
 
 For the same layers in PEFT, autograd keeps the three x A', and with fp32 adapters a copy of x for
 each. We keep x and z = x A'. With only 3r columns z is cheaper to keep than to recompute, which
@@ -106,66 +107,39 @@ class LoRA_W(torch.autograd.Function):
 
 
 class FrozenQKV(NamedTuple):
-    """The operands of LoRA_QKV that it does not train: three base layers, and their adapters'
-    scales and dropout. seed: for all three masks, as for LoRA_W. The dropout of k and v is None if
-    they share q's mask: then all are parts of one projection, with one A. write_again: as in
-    FrozenMLP, for all three weights."""
+    """The operands of LoRA_QKV that it does not train. seed: as for LoRA_W, one for all masks; the
+    layers' own are not read. write_again: as in FrozenMLP, for all weights."""
 
-    q_weight: Tensor  # [q_out, in]
-    k_weight: Tensor  # [k_out, in]
-    v_weight: Tensor  # [v_out, in]
-    q_bias: Tensor | None  # [q_out]
-    k_bias: Tensor | None  # [k_out]
-    v_bias: Tensor | None  # [v_out]
-    q_scaling: float
-    k_scaling: float
-    v_scaling: float
-    q_dropout: float | None = 0.0
-    k_dropout: float | None = 0.0
-    v_dropout: float | None = 0.0
+    layers: tuple[FrozenLinear, ...]
     seed: Tensor | None = None  # [1] int64
     write_again: Callable[[], None] | None = None
 
-    @property
-    def layers(self) -> list[FrozenLinear]:
-        return [
-            FrozenLinear(self.q_weight, self.q_bias, self.q_scaling, self.q_dropout),
-            FrozenLinear(self.k_weight, self.k_bias, self.k_scaling, self.k_dropout),
-            FrozenLinear(self.v_weight, self.v_bias, self.v_scaling, self.v_dropout),
-        ]
-
 
 class LoRA_QKV(torch.autograd.Function):
-    """``LoRA_QKV.apply(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen)``: attention's q, k and v. Trained
-    biases, all three, go before frozen.
+    """``LoRA_QKV.apply(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen)``: layers that share x, such as
+    attention's q, k and v. Trained biases, one for each layer, go before frozen.
 
     Equivalent PyTorch::
 
-        def adapted(x, weight, bias, A, B, scaling, dropout):
-            z = F.linear(F.dropout(x, dropout), A)  # without dropout, of x as it is
-            return F.linear(x, weight, bias) + F.linear(z, B) * scaling
-
-        f = frozen
-        q = adapted(x, f.q_weight, f.q_bias, q_A, q_B, f.q_scaling, f.q_dropout)
-        k = adapted(x, f.k_weight, f.k_bias, k_A, k_B, f.k_scaling, f.k_dropout)
-        v = adapted(x, f.v_weight, f.v_bias, v_A, v_B, f.v_scaling, f.v_dropout)
+        for layer, A, B in zip(frozen.layers, ...):
+            z = F.linear(F.dropout(x, layer.dropout), A)  # without dropout, of x as it is
+            F.linear(x, layer.weight, layer.bias) + F.linear(z, B) * layer.scaling
 
     Args:
         x: [..., in], as for LoRA_W.
-        q_A, k_A, v_A: [r, in]. q_B: [q_out, r]; k_B: [k_out, r]; v_B: [v_out, r]. Any r, which may
-            differ between projections. Any dtype, as for LoRA_W.
-        q_bias, k_bias, v_bias: [q_out], [k_out], [v_out], or None. They replace frozen's.
-        frozen: base weights and biases (each may be None) in x's dtype (or any, under autocast),
-            and the three scales.
+        A: [r, in]. B: [out, r]. Any r, which may differ between layers. Any dtype, as for LoRA_W.
+        bias: [out], or None. They replace frozen's.
+        frozen: for each layer what LoRA_W takes. A dropout of None shares the mask of the layer
+            before: then both are parts of one projection, with one A.
 
     Returns:
-        (q, k, v): [..., q_out], [..., k_out] and [..., v_out], three separate tensors, in the
-        compute dtype. Their dtypes and those of gradients are as for LoRA_W. Without dropout the
-        gradients of the three A share one storage. An output that is in no loss costs nothing, and
-        its A and B get no gradient (None), as with unfused layers.
+        A tuple of [..., out], separate tensors in the compute dtype. Their dtypes and those of
+        gradients are as for LoRA_W. Without dropout the gradients of all A share one storage. An
+        output that is in no loss costs nothing, and its A and B get no gradient (None), as with
+        unfused layers.
 
     Saved for backward: x (if an A is trained), z = x [q_A; k_A; v_A]', the adapters and the weights
-    in the compute dtype, and one bit for each element of x for each of the three with dropout. Like
+    in the compute dtype, and one bit for each element of x for each layer with dropout. Like
     LoRA_W, it writes to no input, incoming gradient or saved tensor.
 
     Raises:
@@ -175,17 +149,19 @@ class LoRA_QKV(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, q_A, q_B, k_A, k_B, v_A, v_B, *rest):
-        biases, frozen = split_frozen("LoRA_QKV", rest, FrozenQKV)
+    def forward(ctx, x, *rest):
+        trained, frozen = split_frozen("LoRA_QKV", rest, FrozenQKV)
         ctx.write_again = frozen.write_again
-        adapters, layers = (q_A, q_B, k_A, k_B, v_A, v_B), frozen.layers
+        count = len(frozen.layers)
+        prefixes = QKV_PREFIXES if count == 3 else tuple(f"layer {i}'s " for i in range(count))
+        adapters, biases = tuple(trained[: 2 * count]), trained[2 * count :]
         return group_forward(
-            ctx, "LoRA_QKV", QKV_PREFIXES, x, adapters, biases, layers, frozen.seed
+            ctx, "LoRA_QKV", prefixes, x, adapters, biases, [*frozen.layers], frozen.seed
         )
 
     @staticmethod
-    def backward(ctx, grad_q, grad_k, grad_v):
-        return *group_backward(ctx, "LoRA_QKV", grad_q, grad_k, grad_v), None
+    def backward(ctx, *grad_outputs):
+        return *group_backward(ctx, "LoRA_QKV", *grad_outputs), None
 
 
 def group_forward(
