@@ -29,7 +29,6 @@ from ..forwards.attention import (
     fits_buffers,
     output_of,
     read_qkv,
-    why_not_as_one,
     why_not_sdpa,
 )
 from ..forwards.layer_reading import takes_attention
@@ -218,8 +217,6 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
     # else it attends as transformers does, with a mask of positions x positions
     if borders is not None:
         return takes_attention(layer, borders.kind)
-    if why_not_as_one(attention):
-        return False
     qkv, reason = attempt(read_qkv, attention)
     o, no_output = attempt(read_output, output_of(attention))
     if reason or no_output or not qkv.are_all:

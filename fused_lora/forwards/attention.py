@@ -343,7 +343,7 @@ def _read_rest(
     cannot run as one function."""
     o = output_of(attention)
     if (
-        why_not_as_one(attention)
+        why_not_sdpa(attention)
         or why_not_head_norms(attention)
         or why_not_inputs(mask, past_key_values, options)
         or why_not_sinks(attention, hidden_states, mask)
@@ -356,14 +356,6 @@ def _read_rest(
     computed = compute_dtype(hidden_states)
     fits = hidden_states.dtype in (computed, torch.float32)
     return read if fits and fits_buffers(attention, [*qkv, read], computed) else None
-
-
-def why_not_as_one(attention: Any) -> str | None:
-    """Return the reason if this attention cannot run as one LoRA_Attention, beside its
-    projections."""
-    if known_form(attention, "Attention").has_gate:
-        return "a gate multiplies what it gives to o_proj"
-    return why_not_sdpa(attention)
 
 
 def why_not_sdpa(attention: Any) -> str | None:

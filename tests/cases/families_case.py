@@ -204,7 +204,7 @@ QWEN_3_5_PARTS = {
               "rope": ("1:self_attn",),
               "rms_norm": (*USUAL["rms_norm"], "0:linear_attn.norm", "1:self_attn.q_norm",
                            "1:self_attn.k_norm")},
-    "functions": {"LoRA_QKV": 2, "LoRA_W": 2, "RoPE": 1},
+    "functions": {"LoRA_Attention": 1, "LoRA_QKV": 1, "LoRA_W": 1},
     "in_layers": {"BeforeMixer": 1},
 }  # fmt: skip
 

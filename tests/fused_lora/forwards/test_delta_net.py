@@ -49,8 +49,12 @@ def step(model, **inputs):
 
 
 def functions_in_net(functions):
-    """Leave out the functions of the layer with attention: its q, k and v, and its o."""
-    return {name: functions.get(name, 0) - (name in ("LoRA_QKV", "LoRA_W")) for name in FUSED}
+    """Leave out the functions of an attention that does not run as one: its q, k and v, and its
+    o."""
+    apart = "LoRA_Attention" not in functions
+    return {
+        name: functions.get(name, 0) - (apart and name in ("LoRA_QKV", "LoRA_W")) for name in FUSED
+    }
 
 
 def net_of(model):
