@@ -78,7 +78,7 @@ LEFT = {
     ),
     "another activation": (
         lambda model: setattr(net_of(model), "activation", "gelu"),
-        "its activation is gelu, not silu", FUSED | {"CausalConv": 0},
+        "conv1d: its activation is gelu, not silu", FUSED | {"LoRA_QKV": 0, "CausalConv": 0},
     ),
     "a trained convolution": (
         lambda model: net_of(model).conv1d.weight.requires_grad_(), "", FUSED,
