@@ -48,12 +48,13 @@ from .attend import (
 )
 from .linear import (
     Reads,
+    bases_under,
     largest_ranks,
     read_output,
     read_projections,
     run_alone,
     run_together,
-    tensors_of,
+    with_reads,
 )
 from .rms_norm import why_not_frozen
 
@@ -193,15 +194,11 @@ def self_attention_forward(
         )  # fmt: skip
     reads = _read_fused(attention, hidden_states) if "attention" in parts else NONE
     if reads.are_all and ("rope" in parts or not rotates(attention)):
-        angles: Any = (None, None)
-        if rotates(attention):
-            angles = full_angles(attention, *position_embeddings)
         call = attention_mask, past_key_values, options
         o = _read_rest(attention, reads.fit, hidden_states, *call)
         if o is not None:
-            scale = q_scale_of(attention, options)
             return _run_as_one(
-                attention, reads.fit, o, hidden_states, angles, attention_mask, scale
+                attention, reads.fit, o, hidden_states, position_embeddings, attention_mask, options
             )
         reason = why_not_inputs(*call) or why_not_sinks(attention, hidden_states, attention_mask)
         if reason is not None and torch.is_grad_enabled():  # inference may use anything
@@ -225,14 +222,9 @@ def _read_fused(attention: Any, hidden_states: Tensor) -> Reads:
 
 
 def _run_as_one(
-    attention: Any,
-    qkv: list[Projection],
-    o: Projection,
-    hidden_states: Tensor,
-    angles: tuple,
-    mask: Any,
-    q_scale: Tensor | None,
-) -> tuple[Tensor, None]:
+    attention: Any, qkv: list[Projection], o: Projection, hidden_states: Tensor,
+    position_embeddings: tuple, mask: Any, options: dict,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Run q, k, v, attention and o as one LoRA_Attention, on buffers of their weights."""
     borders = borders_of(attention)
     assert borders is not None
@@ -241,20 +233,11 @@ def _run_as_one(
     ranks = [largest_ranks(attention, *one) for one in zip(names, parts, strict=True)]
     inputs, output = borders.find_or_make([qkv, [o]], parts, ranks, o.weight.dtype)
     assert inputs is not None and output is not None
-    every = [*parts[0], o]
-    trained, rates = tensors_of(every), tuple(read.dropout for read in every)
-    if trains_others := len(trained) > 2 * len(every):
-        trained += [None, None]  # it has no norms
-    seed = seed_for(hidden_states, *rates)
-    frame = Frame(
-        None, inputs, output, borders, adds=False, dropout_rates=rates, trains_others=trains_others,
-        seed=seed,
-    )  # fmt: skip
-    sinks, window = sinks_and_window_of(attention, mask)
-    block = attention_block(attention, frame)._replace(
-        sinks=sinks, positions=hidden_states.shape[1], cos=angles[0], sin=angles[1], mask=mask,
-        q_scale=q_scale, window=window,
-    )  # fmt: skip
+    bare = Frame(None, inputs, output, borders, adds=False)
+    trained, frame = with_reads([*parts[0], o], bare)
+    frame = frame._replace(seed=seed_for(hidden_states, *frame.dropout_rates))
+    block = attention_block(attention, frame)
+    block = in_call(block, attention, hidden_states, position_embeddings, mask, options)
     return LoRA_Attention.apply(hidden_states, None, None, *trained, (block,)), None
 
 
@@ -264,6 +247,21 @@ def attention_block(attention: Any, frame: Frame) -> AttentionBlock:
     return AttentionBlock(
         frame, heads // 2 if form.has_gate else heads, kv_heads, attention.scaling,
         head_norms_of(attention), form.has_gate, form.interleaved,
+    )  # fmt: skip
+
+
+def in_call(
+    block: AttentionBlock, attention: Any, hidden: Tensor, position_embeddings: tuple, mask: Any,
+    options: dict,
+) -> AttentionBlock:  # fmt: skip
+    """Return an attention's block with what a call of it, or of its layer, gives."""
+    cos = sin = None
+    if rotates(attention):
+        cos, sin = full_angles(attention, *position_embeddings)
+    sinks, window = sinks_and_window_of(attention, mask)
+    return block._replace(
+        positions=hidden.shape[1], cos=cos, sin=sin, mask=mask,
+        q_scale=q_scale_of(attention, options), window=window, sinks=sinks,
     )  # fmt: skip
 
 
@@ -282,7 +280,7 @@ def give_borders_alone(attentions: Sequence[Any]) -> None:
     seen: set[int] = set()
     for attention in attentions:
         owner: Any = owner_of(attention)
-        bases = list(layers_under(attention))
+        bases = list(bases_under(attention, (*_names_of_qkv(attention), _output_name(attention))))
         weights = {id(base.weight) for base in bases}
         if weights & seen:  # layer_replication: they lie in the first one's buffers
             owner.borders = None
@@ -292,15 +290,6 @@ def give_borders_alone(attentions: Sequence[Any]) -> None:
         owner.borders.scratches = scratches
         for base in bases:
             DefaultBorder.take_in(base)
-
-
-def layers_under(attention: Any) -> Iterator[Any]:
-    """Yield the linear layers under an attention's projections."""
-    for name in (*_names_of_qkv(attention), _output_name(attention)):
-        projection = attention._modules[name]
-        base = getattr(projection, "base_layer", projection)
-        if isinstance(base, nn.Linear):
-            yield base
 
 
 def fits_buffers(attention: Any, reads: Sequence[Projection], dtype: torch.dtype) -> bool:
@@ -332,13 +321,9 @@ def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Te
 
 
 def _read_rest(
-    attention: Any,
-    qkv: Sequence[Projection],
-    hidden_states: Tensor,
-    mask,
-    past_key_values,
-    options: dict,
-) -> Projection | None:
+    attention: Any, qkv: Sequence[Projection], hidden_states: Tensor, mask: Any,
+    past_key_values: Any, options: dict,
+) -> Projection | None:  # fmt: skip
     """Return o as it is now, for an attention whose q, k and v are fused, or None if the attention
     cannot run as one function."""
     o = output_of(attention)
