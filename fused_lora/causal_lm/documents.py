@@ -24,13 +24,8 @@ from ..foreign.hooks import has_hooks
 from ..foreign.originals import why_replaced
 from ..foreign.ownership import fused_parts_of
 from ..foreign.versions import class_forward, is_checkpointed
-from ..forwards.attend import has_sinks, rotates, window_of
-from ..forwards.attention import (
-    fits_buffers,
-    output_of,
-    read_qkv,
-    why_not_sdpa,
-)
+from ..forwards.attend import has_sinks, rotates, why_not_sdpa, window_of
+from ..forwards.attention import fits_buffers, output_of, read_qkv
 from ..forwards.layer_reading import takes_attention
 from ..forwards.linear import read_output
 from ..forwards.mixer_layer import check_apart, keeps_apart

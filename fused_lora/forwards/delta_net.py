@@ -23,7 +23,7 @@ from ..reading.projection import why_call
 from ..reading.refusal import attempt, refuse, refuse_documents
 from ..reading.site import having
 from ..weights.four_bit_parts import why_not_input
-from .attention import NO_CACHE_IN_TRAINING
+from .attend import NO_CACHE_IN_TRAINING
 from .linear import Reads, read_projections, run_alone, run_together
 from .rms_norm import read_gated_norm
 from .short_conv import why_not_conv

@@ -22,8 +22,14 @@ from ..reading.projection import Projection, read_projection, trains_bias, why_c
 from ..reading.refusal import Refusal, attempt, refuse
 from ..weights.borders import Border, borders_of
 from ..weights.default_border import DefaultBorder
-from .attend import why_not_sinks
-from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_inputs, why_not_sdpa
+from .attend import (
+    head_norms_of,
+    why_not_head_norms,
+    why_not_inputs,
+    why_not_sdpa,
+    why_not_sinks,
+)
+from .attention import split_qkv
 from .linear import bases_under, largest_ranks
 from .mixer_layer import has_mixer, mixer_of, noun_of, why_not_mixer, why_slow
 from .mlp import split_gate_up, why_not_activation

@@ -13,8 +13,7 @@ from transformers import DataCollatorWithFlattening
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fused_lora import Fusion, fuse
-from fused_lora.forwards.attend import mask_for_attention
-from fused_lora.forwards.attention import why_not_sdpa
+from fused_lora.forwards.attend import mask_for_attention, why_not_sdpa
 from fused_lora.kernels.document_bounds import documents_of
 
 OSS = FAMILIES["gpt-oss"]  # a layer with a window of 4 positions, and one without
