@@ -254,12 +254,12 @@ OPERATIONS = {
             usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
         ),
         Operation(
-            "LoRA_W", LoRA_W.apply, attention_case.lora_w, make_linear(1), OF_W,
-            saved=("x", "A", "B", "frozen.weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
-            options={"r": RANKS, "bias": (False, True), "dropout": (None, (0.3,))},
+            "LoRA_W", LoRA_W.apply, attention_case.lora_linears, make_linear(1), OF_W,
+            saved=("x", "A", "B", "frozen.layers.0.weight"), usual=(3, 13), shapes=TOKENS,
+            empty=NO_TOKENS, options={"r": RANKS, "bias": (False, True), "dropout": (None, (0.3,))},
         ),
         Operation(
-            "LoRA_QKV", LoRA_QKV.apply, attention_case.lora_qkv, make_linear(3), OF_QKV,
+            "LoRA_QKV", LoRA_QKV.apply, attention_case.lora_linears, make_linear(3), OF_QKV,
             saved=("x", "q_B", "frozen.layers.2.weight"), usual=(3, 13), shapes=TOKENS,
             empty=NO_TOKENS,
             options={
@@ -268,7 +268,7 @@ OPERATIONS = {
             },
         ),
         Operation(
-            "LoRA_QKV, four layers", LoRA_QKV.apply, attention_case.lora_qkv, make_group,
+            "LoRA_QKV, four layers", LoRA_QKV.apply, attention_case.lora_linears, make_group,
             OF_GROUP, saved=("x", "z_B", "frozen.layers.3.weight"), usual=(3, 13), shapes=TOKENS,
             empty=NO_TOKENS, options={
                 "r": ((8, 4, 8, 1), (4, 0, 1, 64)), "dropout": (None, (0.05, 0.0, 0.5, 0.3)),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..foreign.ownership import why_not_own_forward
-from ..functions.lora_linear import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
+from ..functions.lora_linear import FrozenLayers, FrozenLinear, LoRA_QKV, LoRA_W
 from ..layer.operands import Frame
 from ..reading.aside import step_aside, why_unloaded
 from ..reading.projection import (
@@ -98,22 +98,18 @@ def largest_ranks(module: Any, names: Sequence[str], parts: Sequence[Projection]
     return largest * (len(parts) // len(names))
 
 
-def _frozen_linear(read: Projection) -> FrozenLinear:
-    return FrozenLinear(read.weight, frozen_bias(read), read.scaling, read.dropout)
-
-
 def run_together(
     module: nn.Module,
     reads: list[Projection],
     x: Tensor,
     split: Callable[[list[Projection]], list[Projection]] = list,
 ) -> tuple[Tensor, ...]:
-    """Run projections of a module, or what they split into, as one LoRA_QKV."""
+    """Run projections of a module, or what they split into, as one function."""
     found, write_again = written(module, reads)
     parts = split(found)
-    seed = seed_for(x, *(part.dropout for part in parts))
-    frozen = FrozenQKV(tuple(map(_frozen_linear, parts)), seed, write_again)
-    return LoRA_QKV.apply(x, *tensors_of(parts), frozen)
+    layers = [FrozenLinear(one.weight, frozen_bias(one), one.scaling, one.dropout) for one in parts]
+    frozen = FrozenLayers(tuple(layers), seed_for(x, *(one.dropout for one in parts)), write_again)
+    return (LoRA_W if len(parts) == 1 else LoRA_QKV).apply(x, *tensors_of(parts), frozen)
 
 
 def run_alone(module: nn.Module, projection: nn.Module, x: Tensor) -> Tensor:
@@ -122,14 +118,8 @@ def run_alone(module: nn.Module, projection: nn.Module, x: Tensor) -> Tensor:
     read, reason = attempt(read_projection, projection)
     if reason or not len(read.A) or why_not_input(x, [read]):
         return projection(x)
-    return _lora_w(module, [read], x)
-
-
-def _lora_w(module: nn.Module, reads: list[Projection], x: Tensor) -> Tensor:
-    (read,), write_again = written(module, reads)
-    seed = seed_for(x, read.dropout)
-    frozen = _frozen_linear(read)._replace(seed=seed, write_again=write_again)
-    return LoRA_W.apply(x, *tensors_of([read]), frozen)
+    (output,) = run_together(module, [read], x)
+    return output
 
 
 # --- attention's o --------------------------------------------------------------------------------
@@ -146,4 +136,5 @@ def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *res
         reason = "it was given more than its input"
     if reason := reason or why_not_input(x, [read]):
         return step_aside(projection, reason, x, *rest, **options)
-    return _lora_w(projection, [read], x)
+    (output,) = run_together(projection, [read], x)
+    return output

@@ -6,7 +6,7 @@ A case is (x, adapters, frozen, grad_outputs): of one layer for LoRA_W, of three
 import torch
 from cases.reference import adapted_linear, masks_drawn, random
 
-from fused_lora.functions.lora_linear import FrozenLinear, FrozenQKV
+from fused_lora.functions.lora_linear import FrozenLayers, FrozenLinear
 
 IN, OUT = 52, (71, 23, 37)  # multiples of nothing
 SCALINGS = (2.0, 0.5, 1.5)
@@ -25,13 +25,7 @@ def with_trained(layers, biases):
     return [layer._replace(bias=bias) for layer, bias in zip(layers, biases, strict=True)]
 
 
-def lora_w(x, A, B, *rest):
-    *biases, frozen = rest
-    (frozen,) = with_trained([frozen], biases)
-    return adapted(x, A, B, frozen, frozen.seed, frozen.dropout, 0)
-
-
-def lora_qkv(x, *rest):
+def lora_linears(x, *rest):
     *trained, frozen = rest
     count = 2 * len(frozen.layers)
     adapters, layers = trained[:count], with_trained(frozen.layers, trained[count:])
@@ -57,5 +51,9 @@ def make_case(
         biases.append(random(out, seed=40 + i, **options) if bias else None)
         grad_outputs.append(random(*shape, out, seed=50 + i, device=device, dtype=dtype))
     x = random(*shape, IN, seed=1, device=device, dtype=dtype)
-    each = tuple(map(FrozenLinear, weights, biases, SCALINGS))
-    return x, adapters, each[0] if layers == 1 else FrozenQKV(each), grad_outputs
+    return (
+        x,
+        adapters,
+        FrozenLayers(tuple(map(FrozenLinear, weights, biases, SCALINGS))),
+        grad_outputs,
+    )

@@ -17,7 +17,7 @@ from cases.reference import ADAPTER_NAMES, random
 from torch import Tensor
 
 from fused_lora.functions.causal_conv import Conv
-from fused_lora.functions.lora_linear import FrozenQKV
+from fused_lora.functions.lora_linear import FrozenLayers
 from fused_lora.functions.rms_norm import rms_norm
 from fused_lora.kernels.routed_rows import SWIGLU
 
@@ -47,8 +47,8 @@ def in_dtypes(adapters, adapter_dtype):
 def with_dropout(frozen, device, *dropouts):
     """What is frozen, with these in its fields of dropout, and a seed."""
     seed = torch.tensor([-77 * 2**32 + 5], device=device)
-    if isinstance(frozen, FrozenQKV):
-        return FrozenQKV(drops(frozen.layers, dropouts), seed)
+    if isinstance(frozen, FrozenLayers):
+        return FrozenLayers(drops(frozen.layers, dropouts), seed)
     names = [name for name in frozen._fields if name.endswith("dropout")]
     return frozen._replace(**dict(zip(names, dropouts, strict=True)), seed=seed)
 
@@ -84,7 +84,7 @@ def make_group(shape, *, r=(8, 4, 8, 1), dropout=None, **options):
     case = make_linear(3)(shape, r=(*r[:2], r[3]), **options)
     x, q_A, q_B, z_A, z_B, a_A, a_B, frozen = case.inputs.values()
     q, z, a = frozen.layers
-    frozen = FrozenQKV((q, z, z, a))
+    frozen = FrozenLayers((q, z, z, a))
     if dropout is not None:
         frozen = with_dropout(frozen, x.device, *dropout)
     b_A, b_B = (random(*size, seed=7, device=x.device).to(z_A.dtype)
