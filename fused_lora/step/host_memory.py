@@ -105,7 +105,8 @@ class HostMemory:
             self._slabs.append(_pinned(SLAB_BYTES))
         except RuntimeError:  # the system has no more
             self.limit_bytes = first
-        self._returned.append((False, [(first, self.pinned_bytes)]))
+        else:
+            self._returned.append((False, [(first, self.pinned_bytes)]))
 
     def _slices(self, ranges: Ranges) -> Iterator[Tensor]:
         for first, end in ranges:
@@ -144,7 +145,8 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
     """Yield what each cgroup around this process leaves. In a container the path that /proc has may
     not exist, but its own limit lies in the mounted folder. Page cache that was not used lately can
     go, and counts as free."""
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controller, path = line.split(":", 2)
         if controller not in ("", "memory"):  # "": version 2
             continue
