@@ -1,12 +1,14 @@
 """A rehearsal of each program in dev/measure/."""
 
+from argparse import Namespace
+
 import msgspec
 import pytest
 from cases.rehearsal_case import ROOT, WITHOUT_GPU, InThread, few_chats
 from cases.table_case import rows_in
 
 from bench import processes
-from dev.measure import families, small_adapters, trainers
+from dev.measure import families, long_rows, small_adapters, trainers
 from dev.measure.small_adapter_records import SmallAdapters
 from variants import IN_FP32
 
@@ -82,12 +84,63 @@ def test_each_variant_is_held_against_fp32(tmp_path, monkeypatch, capsys):
     assert "| updates | fp32 | vanilla PEFT |" in printed
 
 
+def a_step(tokens, card_gib=1e9):
+    """A step of 6 GiB and 0.1 GiB a token, of which torch reserves a tenth more on a large card."""
+    allocated = 6 + 0.1 * tokens
+    reserved = min(1.1 * allocated, card_gib - long_rows.CONTEXT_GIB)
+    seconds = tokens * (0.01 + 0.0001 * tokens)
+    return long_rows.Step(tokens, seconds, allocated, reserved, 0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "fits", "found"),
+    [
+        # reserved: (23.4 / 1.1 - 6) / 0.1 = 152 tokens; allocated: 174; then half way between them
+        (9, 1.0, [(24, 152, "trained, steps: 2"), (24, 160, "trained, steps: 2")]),
+        (4, 1.0, [(24, 152, "trained, steps: 1")]),
+        (3, 1.0, [(24, 152, "predicted: 4 s")]),
+        # nothing trained: a little shorter
+        (9, 0.9, [(24, 152, "out of memory"), (24, 140, "trained, steps: 2")]),
+    ],
+)
+def test_the_longest_row_is_worked_out_from_two_and_then_trained(limit, fits, found):
+    asked = Namespace(lengths=[16, 32], cards=[24.0], grid=4, limit=limit, tries=2)
+
+    def train(tokens, card_gib, steps):
+        step = a_step(tokens, card_gib)
+        room = fits * (card_gib - long_rows.CONTEXT_GIB)
+        return step if step.allocated_gib <= room else None
+
+    first, second, *others = long_rows.search(train, asked)
+    assert [first[:3], second[:3]] == [(None, 16, "trained"), (None, 32, "trained")]
+    assert [one[:3] for one in others] == found
+
+
+def test_long_rows_are_recorded_as_they_come_and_so_is_why_a_run_ends(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(processes, "_Process", InThread)
+    peaks = iter([(1.0, 1.0, 0.0), (2.0, 2.0, 0.0), (3.0, 3.0, 0.5)])
+    monkeypatch.setattr(long_rows, "memory_gib", lambda: next(peaks))
+    sizes = ["--lengths", "4", "8", "--grid", "4", "--cards", "3.6", "--tries", "1"]
+    asked = ["--model", TINY, "--cache", str(tmp_path), "--out", str(tmp_path), *sizes]
+    assert long_rows.main([*asked, "--runs", "unsloth", "fused"]) == 1
+    record = (tmp_path / "long_rows.txt").read_text()
+    assert {*record.splitlines()} <= {*capsys.readouterr().out.splitlines()}
+    assert "No module named 'unsloth'" in record and "checkpoint: 2 modules fused" in record
+    rows = rows_in(record[record.index("| model") :])
+    found = [(row["card, GiB"], row["tokens"], row["pinned, GiB"]) for row in rows]
+    assert found == [("-", "4", "0.00"), ("-", "8", "0.00"), ("3.6", "12", "0.50")]
+    assert all(float(row["loss"]) > 1 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("program", "asked", "words"),
     [
         (families, ["nobody"], "nobody: transformers has no such causal language model"),
         (families, ["olmo3", "--set", "hidden=5"], "the configuration of olmo3 has no such value"),
         (trainers, ["--kinds", "DPO", "--runs", trainers.UNSLOTH], "Unsloth is timed in SFT"),
+        (long_rows, ["--model", "nowhere.json"], "--model nowhere.json: no such file"),
         (small_adapters, ["--variants", "fused_everything"], "fused_everything: unknown"),
     ],
 )
