@@ -45,6 +45,8 @@ FAULTS = (
     Fault("fused_lora/kernels/output_gate.py", "(1.0 - share)", "share", "launchers"),
     Fault("fused_lora/forwards/delta_net.py", "v, b.sigmoid()", "v, a.sigmoid()",
           "delta_net families"),
+    Fault("fused_lora/forwards/delta_net.py", "not reason and net.activation !=",
+          "reason and net.activation !=", "delta_net"),
     Fault("fused_lora/kernels/logits.py", "exp_sum = exp_sum * factor + tl.sum(",
           "exp_sum = exp_sum + tl.sum(", "cross_entropy_kernel"),
     Fault("fused_lora/kernels/logits.py", "columns < label_column", "columns <= label_column",

@@ -32,7 +32,6 @@ from cases.operands import (
     make_causal_conv,
     make_cross_entropy,
     make_gated_norm,
-    make_group,
     make_linear,
     make_log_probs,
     make_lora_attention,
@@ -268,7 +267,7 @@ OPERATIONS = {
             },
         ),
         Operation(
-            "LoRA_QKV, four layers", LoRA_QKV.apply, attention_case.lora_linears, make_group,
+            "LoRA_QKV, four layers", LoRA_QKV.apply, attention_case.lora_linears, make_linear(4),
             OF_GROUP, saved=("x", "z_B", "frozen.layers.3.weight"), usual=(3, 13), shapes=TOKENS,
             empty=NO_TOKENS, options={
                 "r": ((8, 4, 8, 1), (4, 0, 1, 64)), "dropout": (None, (0.05, 0.0, 0.5, 0.3)),

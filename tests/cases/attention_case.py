@@ -1,6 +1,6 @@
 """Adapted linear layers to try LoRA_W and LoRA_QKV on, and what their results are held against.
 
-A case is (x, adapters, frozen, grad_outputs): of one layer for LoRA_W, of three for LoRA_QKV.
+A case is (x, adapters, frozen, grad_outputs): of one layer for LoRA_W, of more for LoRA_QKV.
 """
 
 import torch
@@ -8,8 +8,8 @@ from cases.reference import adapted_linear, masks_drawn, random
 
 from fused_lora.functions.lora_linear import FrozenLayers, FrozenLinear
 
-IN, OUT = 52, (71, 23, 37)  # multiples of nothing
-SCALINGS = (2.0, 0.5, 1.5)
+IN, OUT = 52, (71, 23, 37, 23)  # multiples of nothing
+SCALINGS = (2.0, 0.5, 1.5, 0.5)
 RANKS = (1, 4, 8, 12, 32, 64)
 
 
@@ -51,9 +51,5 @@ def make_case(
         biases.append(random(out, seed=40 + i, **options) if bias else None)
         grad_outputs.append(random(*shape, out, seed=50 + i, device=device, dtype=dtype))
     x = random(*shape, IN, seed=1, device=device, dtype=dtype)
-    return (
-        x,
-        adapters,
-        FrozenLayers(tuple(map(FrozenLinear, weights, biases, SCALINGS))),
-        grad_outputs,
-    )
+    frozen = FrozenLayers(tuple(map(FrozenLinear, weights, biases, SCALINGS)))
+    return x, adapters, frozen, grad_outputs

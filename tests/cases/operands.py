@@ -79,22 +79,6 @@ def make_lora_mlp(
                 [gradient])  # fmt: skip
 
 
-def make_group(shape, *, r=(8, 4, 8, 1), dropout=None, **options):
-    """Four layers, [q | k | v], z, b and a, of the three that make_linear gives and z again."""
-    case = make_linear(3)(shape, r=(*r[:2], r[3]), **options)
-    x, q_A, q_B, z_A, z_B, a_A, a_B, frozen = case.inputs.values()
-    q, z, a = frozen.layers
-    frozen = FrozenLayers((q, z, z, a))
-    if dropout is not None:
-        frozen = with_dropout(frozen, x.device, *dropout)
-    b_A, b_B = (random(*size, seed=7, device=x.device).to(z_A.dtype)
-                for size in ((r[2], x.shape[-1]), (len(z.weight), r[2])))  # fmt: skip
-    adapters = (q_A, q_B, z_A, z_B, b_A, b_B, a_A, a_B)
-    inputs = dict(zip(OF_GROUP, (x, *adapters), strict=True))
-    gradients = [case.gradients[i] for i in (0, 1, 1, 2)]
-    return Case(inputs | {"frozen": frozen}, gradients)
-
-
 def make_linear(layers):
     def make(
         shape, *, dtype, device, r=8, bias=True, adapter_dtype=None, frozen_dtype=None,
@@ -102,12 +86,12 @@ def make_linear(layers):
     ):  # fmt: skip
         x, adapters, frozen, gradients = attention_case.make_case(
             *shape, layers=layers, dtype=dtype, device=device, bias=bias, frozen_dtype=frozen_dtype,
-            r=(r,) * 3 if isinstance(r, int) else r,
+            r=(r,) * layers if isinstance(r, int) else r,
         )  # fmt: skip
         adapters = in_dtypes(adapters, adapter_dtype or dtype)
         if dropout is not None:
             frozen = with_dropout(frozen, device, *dropout)
-        names = OF_QKV if layers == 3 else OF_W
+        names = {1: OF_W, 3: OF_QKV, 4: OF_GROUP}[layers]
         return Case(dict(zip((*names, "frozen"), (x, *adapters, frozen), strict=True)), gradients)
 
     return make
