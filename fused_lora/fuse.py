@@ -64,6 +64,10 @@ class Fusion:
         trainer turns checkpointing on or off later, it turns this policy on or off and its options
         are ignored.
     checkpoint_gib: for "selective", the memory that the layers kept whole may hold together.
+    host_gib: for "offload", the host memory that this process may pin; None: half of what is
+        available at the first step, shared among the ranks of a host. Layer inputs come first. As
+        many layers as fit also keep attention's output there, which saves time. What finds no room
+        stays on the GPU, with a warning.
     """
 
     mlp: bool = False
@@ -76,6 +80,7 @@ class Fusion:
     fp8_lm_head: bool = False
     checkpoint: str = ""
     checkpoint_gib: float | None = None
+    host_gib: float | None = None
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -126,8 +131,8 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
             "fused_lora.Fusion(mlp=True), for example"
         )
     policy = None
-    if fusion.checkpoint or fusion.checkpoint_gib is not None:
-        policy = Checkpoint(fusion.checkpoint, fusion.checkpoint_gib)
+    if fusion.checkpoint or (fusion.checkpoint_gib, fusion.host_gib) != (None, None):
+        policy = Checkpoint(fusion.checkpoint, fusion.checkpoint_gib, fusion.host_gib)
     asked = [part for part in (*SWITCHES, *BORDERS) if getattr(fusion, part)]
     if policy is None and not asked:
         parts = ", ".join(part.name for part in fields(fusion))

@@ -66,6 +66,13 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
     return around[-1].once(function, keep)
 
 
+def is_recomputed() -> bool:
+    """Return True in a forward that is run again for what it saves, or will be, unless that is
+    measured for a layer that keeps it."""
+    around = runs()
+    return bool(around) and around[-1].see is None
+
+
 def has_kept() -> bool:
     """Return True in a second run, where `once` returns the first run's result without a call."""
     around = runs()

@@ -51,6 +51,11 @@ class Mask(NamedTuple):
     bits: Tensor
     scale: float
 
+    def of_rows(self, rows: slice) -> "Mask":
+        """Return the mask of these rows of x, the first of which begins a word."""
+        words = ROWS_OF_A_WORD.value
+        return Mask(self.bits[rows.start // words : cdiv(rows.stop, words)], self.scale)
+
 
 Masks = Sequence[Mask | None]  # one per projection, None for one without dropout
 

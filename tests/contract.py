@@ -50,7 +50,6 @@ from fused_lora.functions import gated_norm
 from fused_lora.functions.causal_conv import causal_conv
 from fused_lora.functions.gated_norm import gated_rms_norm
 from fused_lora.functions.lora_experts import LoRA_Experts
-from fused_lora.functions.lora_group import LoRA_Group
 from fused_lora.functions.lora_linear import LoRA_QKV, LoRA_W
 from fused_lora.functions.rms_norm import add_rms_norm, rms_norm
 from fused_lora.functions.rope import rope
@@ -255,20 +254,21 @@ OPERATIONS = {
             usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
         ),
         Operation(
-            "LoRA_W", LoRA_W.apply, attention_case.lora_w, make_linear(1), OF_W,
-            saved=("x", "A", "B", "frozen.weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
-            options={"r": RANKS, "bias": (False, True), "dropout": (None, (0.3,))},
+            "LoRA_W", LoRA_W.apply, attention_case.lora_linears, make_linear(1), OF_W,
+            saved=("x", "A", "B", "frozen.layers.0.weight"), usual=(3, 13), shapes=TOKENS,
+            empty=NO_TOKENS, options={"r": RANKS, "bias": (False, True), "dropout": (None, (0.3,))},
         ),
         Operation(
-            "LoRA_QKV", LoRA_QKV.apply, attention_case.lora_qkv, make_linear(3), OF_QKV,
-            saved=("x", "q_B", "frozen.v_weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
+            "LoRA_QKV", LoRA_QKV.apply, attention_case.lora_linears, make_linear(3), OF_QKV,
+            saved=("x", "q_B", "frozen.layers.2.weight"), usual=(3, 13), shapes=TOKENS,
+            empty=NO_TOKENS,
             options={
                 "r": (8, 1, (1, 12, 64), (64, 4, 1), (0, 8, 0)), "bias": (False, True),
                 "dropout": (None, (0.05, 0.5, 0.3), (0.0, 0.3, 0.0), (0.3, None, None)),
             },
         ),
         Operation(
-            "LoRA_Group, four layers", LoRA_Group.apply, attention_case.lora_group, make_group,
+            "LoRA_QKV, four layers", LoRA_QKV.apply, attention_case.lora_linears, make_group,
             OF_GROUP, saved=("x", "z_B", "frozen.layers.3.weight"), usual=(3, 13), shapes=TOKENS,
             empty=NO_TOKENS, options={
                 "r": ((8, 4, 8, 1), (4, 0, 1, 64)), "dropout": (None, (0.05, 0.0, 0.5, 0.3)),

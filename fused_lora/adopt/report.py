@@ -1,6 +1,6 @@
 """The report: which modules of a model run fused now, and why the others do not."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -29,13 +29,15 @@ class FusionReport:
     left: module name -> why it stays on PEFT's or transformers' path. A projection of a fused MLP
         or attention may be left: the others then run fused one by one.
     counts: part -> how many units run fused: "2 of 8 projections".
+    host_memory: under checkpoint="offload", what waited there in the last forward; "" before it.
 
-    As a string it has a line for each part and for each reason.
+    As a string it has a line for each part, for host memory and for each reason.
     """
 
     fused: dict[str, list[str]]
     left: dict[str, str]
     counts: dict[str, str] = field(default_factory=dict, compare=False)
+    host_memory: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         fused = {part: names for part, names in self.fused.items() if names}
@@ -43,6 +45,8 @@ class FusionReport:
             f"{part}: {self.counts.get(part, f'{len(names)} modules')} fused"
             for part, names in fused.items()
         ]
+        if self.host_memory:
+            lines.append(f"host memory: {self.host_memory}")
         modules: dict[str, list[str]] = {}
         for name, reason in self.left.items():
             modules.setdefault(reason, []).append(name)
@@ -89,7 +93,8 @@ def report(model: nn.Module) -> FusionReport:
         if (reason := why_not_checkpointed(layer)) is not None:
             found.left[f"{name} as checkpoint"] = reason
             found.fused["checkpoint"].remove(name)
-    return found
+    offloads = (policy.offload for policy in {*layers.values()} if policy is not None)
+    return replace(found, host_memory="; ".join(filter(None, map(str, offloads))))
 
 
 def asked_for(model: nn.Module) -> set[str]:

@@ -24,14 +24,8 @@ from ..foreign.hooks import has_hooks
 from ..foreign.originals import why_replaced
 from ..foreign.ownership import fused_parts_of
 from ..foreign.versions import class_forward, is_checkpointed
-from ..forwards.attend import has_sinks, rotates, window_of
-from ..forwards.attention import (
-    fits_buffers,
-    output_of,
-    read_qkv,
-    why_not_as_one,
-    why_not_sdpa,
-)
+from ..forwards.attend import has_sinks, rotates, why_not_sdpa, window_of
+from ..forwards.attention import fits_buffers, output_of, read_qkv
 from ..forwards.layer_reading import takes_attention
 from ..forwards.linear import read_output
 from ..forwards.mixer_layer import check_apart, keeps_apart
@@ -218,8 +212,6 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
     # else it attends as transformers does, with a mask of positions x positions
     if borders is not None:
         return takes_attention(layer, borders.kind)
-    if why_not_as_one(attention):
-        return False
     qkv, reason = attempt(read_qkv, attention)
     o, no_output = attempt(read_output, output_of(attention))
     if reason or no_output or not qkv.are_all:

@@ -31,14 +31,14 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def install(policy: Checkpoint, layers: Sequence[nn.Module], last_runs_once: bool = False) -> None:
     """Run these layers, in the order of a forward, under this policy.
 
-    last_runs_once: keep the last layer whole. For a model whose loss takes little memory.
+    last_runs_once: keep the last layer whole, but on long rows. For a model whose loss takes little
+        memory.
     """
     for index, layer in enumerate(layers):
         remove(layer)
-        is_last = index == len(layers) - 1
-        installed = LayerPolicy(
-            policy, ModuleRef(layer), index, is_last, is_last and last_runs_once
-        )
+        following = len(layers) - 1 - index
+        is_kept_last = last_runs_once and not following
+        installed = LayerPolicy(policy, ModuleRef(layer), index, following, is_kept_last)
         _set(layer, installed, policy.policy != "none")
 
 

@@ -4,10 +4,14 @@ function that the model has chosen."""
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations import sdpa_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fused_mlp.utils import compute_dtype
@@ -17,9 +21,15 @@ from ..foreign.versions import IS_NAMED_CACHE
 from ..functions.rope import rope
 from ..kernels.causal_attention import fits_heads
 from ..kernels.document_bounds import is_documents, mask_of_documents
+from ..kernels.head_norms import HeadNorms
 from ..reading.aside import say_once
-from ..reading.known import known_form
-from ..reading.projection import CAST
+from ..reading.known import known_form, why_not_class
+from ..reading.projection import CAST, why_call
+from .rms_norm import why_not_frozen
+
+NO_CACHE_IN_TRAINING = (
+    "it was given past_key_values; in training, set model.config.use_cache = False"
+)
 
 
 def rotates(attention: nn.Module) -> bool:
@@ -174,6 +184,90 @@ def q_scale_of(attention: Any, options: dict) -> Tensor | None:
 def _module_function(attention: nn.Module, name: str) -> Callable:
     """Return a function by name from the module of the attention's class."""
     return getattr(sys.modules[type(attention).__module__], name)
+
+
+# --- in a larger function -------------------------------------------------------------------------
+
+
+def head_norms_of(attention: Any) -> HeadNorms | None:
+    """Return the norms of q, k and v as they are now, or None if there are none."""
+    if not (norms := _head_norms(attention)):
+        return None
+    q, k = norms.values()
+    form = known_form(q, "RMSNorm")
+    q_eps, k_eps = (getattr(norm, form.eps) for norm in (q, k))
+    v_norm = attention._modules.get("v_norm")
+    v_eps = None if v_norm is None else getattr(v_norm, form.eps)
+    return HeadNorms(q.weight, k.weight, q_eps, k_eps, form.zero_centered, v_eps)
+
+
+def why_not_head_norms(attention: Any) -> str | None:
+    """Return the reason if the norms of q, k and v cannot be part of a function."""
+    norms = _head_norms(attention)
+    if (v_norm := attention._modules.get("v_norm")) is not None:  # it has no weight
+        reason = why_not_class(v_norm, "RMSNorm") or why_call(v_norm, own_forward=False)
+        if reason is not None:
+            return f"v_norm: {reason}"
+    for name, norm in norms.items():
+        if (reason := why_not_frozen(norm)) is not None:
+            return f"{name}: {reason}"
+    if len({known_form(norm, "RMSNorm") for norm in norms.values()}) > 1:
+        return f"{' and '.join(norms)} are norms of different forms"
+    return None
+
+
+def _head_norms(attention: Any) -> dict[str, Any]:
+    names = known_form(attention, "Attention").norm_names
+    return {name: attention._modules[name] for name in names if name in attention._modules}
+
+
+def why_not_sdpa(attention: Any) -> str | None:
+    """Return the reason if this attention runs anything but causal scaled_dot_product_attention on
+    q, k and v, or with sinks the eager one."""
+    if has_sinks(attention):
+        return why_not_eager(attention)
+    implementation = attention.config._attn_implementation
+    form = known_form(attention, "Attention")
+    if form.shares_kv and (reason := _why_not_own_kv(attention)) is not None:
+        return reason
+    if implementation != "sdpa" and "softcap" in dict(form.passes):
+        return f"its attention is {implementation}, which soft-caps its scores, unlike sdpa"
+    if implementation != "sdpa":
+        return f"its attention is {implementation}: call model.set_attn_implementation('sdpa')"
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
+        return "its attention is registered as sdpa, but is not transformers' own: undo that"
+    if (reason := why_replaced(sdpa_attention.__name__, "sdpa_attention_forward")) is not None:
+        return reason
+    if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
+        return "F.scaled_dot_product_attention is not torch's own: undo that patch to run it fused"
+    if (dropout := dropout_of(attention)) and attention.training:
+        return f"attention_dropout is {dropout}: load the model with attention_dropout=0.0"
+    if not attention.is_causal:
+        return "it is not causal"
+    return None
+
+
+def _why_not_own_kv(attention: Any) -> str | None:
+    """Return the reason if an attention has no k and v that are its own alone."""
+    if attention.is_kv_shared_layer:
+        return "its k and v are an earlier layer's"
+    if attention.store_full_length_kv and attention.config.num_kv_shared_layers:
+        return "later layers take its k and v as well"
+    return "its k is its v as well" if attention.v_proj is None else None
+
+
+def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
+    """Return the reason if these arguments keep an attention, or its layer, from running fused."""
+    if past_key_values is not None:
+        return NO_CACHE_IN_TRAINING
+    if mask is not None and (not isinstance(mask, Tensor) or mask.requires_grad):
+        return "its attention_mask is not a tensor, or requires a gradient"
+    if options.get("is_causal") is False:
+        return "it was given is_causal=False"
+    for name in ("position_bias", "output_attentions", "return_shared_kv_states"):
+        if options.get(name) not in (None, False):
+            return f"it was given {name}: leave that out"
+    return None
 
 
 # --- with sinks -----------------------------------------------------------------------------------

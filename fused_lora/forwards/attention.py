@@ -2,24 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import BuiltinFunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.integrations import sdpa_attention
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fused_mlp.launching import DTYPES
 from fused_mlp.utils import compute_dtype
 
-from ..foreign.originals import why_replaced
 from ..foreign.ownership import fused_parts_of, owner_of
 from ..foreign.parallel import is_in_fsdp
-from ..functions.lora_linear import FrozenQKV, LoRA_QKV
-from ..kernels.head_norms import HeadNorms
 from ..layer.attention_block import AttentionBlock
 from ..layer.buffer import PlacedWeight
 from ..layer.decoder_layer import LoRA_Attention
@@ -29,111 +21,39 @@ from ..reading.aside import say_left, say_once, step_aside
 from ..reading.forms import AttentionForm
 from ..reading.four_bit import is_4bit
 from ..reading.known import known_form, why_not_class
-from ..reading.projection import Projection, frozen_bias, seed_for, split_projection, why_call
+from ..reading.projection import Projection, seed_for, split_projection
 from ..reading.refusal import attempt, refuse
 from ..weights.borders import LayerBorders, borders_of
 from ..weights.default_border import DefaultBorder
-from ..weights.four_bit_parts import why_not_input, written
+from ..weights.four_bit_parts import why_not_input
 from .attend import (
     attend,
-    dropout_of,
     full_angles,
-    has_sinks,
+    head_norms_of,
     mask_for_attention,
     q_scale_of,
     rotates,
     sinks_and_window_of,
-    why_not_eager,
+    why_not_head_norms,
+    why_not_inputs,
     why_not_rotated,
+    why_not_sdpa,
     why_not_sinks,
 )
 from .linear import (
     Reads,
+    bases_under,
     largest_ranks,
     read_output,
     read_projections,
     run_alone,
-    tensors_of,
-)
-from .rms_norm import why_not_frozen
-
-NO_CACHE_IN_TRAINING = (
-    "it was given past_key_values; in training, set model.config.use_cache = False"
+    run_together,
+    with_reads,
 )
 
+NONE = Reads([], {})
 
-def read_qkv(attention: Any) -> Reads:
-    """Return q, k and v as they are now; they may be one projection."""
-    refuse(why_not_class(attention, "Attention"))
-    return read_projections(attention, _names_of_qkv(attention))
-
-
-def _names_of_qkv(attention: Any) -> list[str]:
-    """Return the names of the layers for q, k and v that an attention has."""
-    names = known_form(attention, "Attention").projections
-    return [name for name in names if getattr(attention, name, None) is not None]
-
-
-def split_qkv(attention: Any, reads: list[Projection]) -> list[Projection]:
-    """Return q, k and v of an attention, whether it has three layers for them or one."""
-    if len(reads) > 1:
-        return reads
-    return split_projection(reads[0], _sizes(attention, len(reads[0].weight)))
-
-
-def output_of(attention: Any) -> Any:
-    """Return an attention's layer for o. In an unknown class that is o_proj."""
-    return getattr(attention, _output_name(attention), None)
-
-
-def _output_name(attention: nn.Module) -> str:
-    return (known_form(attention, "Attention") or AttentionForm()).output
-
-
-def _sizes(attention: Any, together: int) -> list[int]:
-    """Return how many outputs of the one layer belong to q, k and v."""
-    q = output_of(attention).in_features
-    return [q, *[(together - q) // 2] * 2]
-
-
-def _frozen_qkv(reads: Sequence[Projection]) -> FrozenQKV:
-    weights, biases, scalings, dropouts = zip(
-        *((read.weight, frozen_bias(read), read.scaling, read.dropout) for read in reads),
-        strict=True,
-    )
-    return FrozenQKV(*weights, *biases, *scalings, *dropouts)
-
-
-def head_norms_of(attention: Any) -> HeadNorms | None:
-    """Return the norms of q, k and v as they are now, or None if there are none."""
-    if not (norms := _head_norms(attention)):
-        return None
-    q, k = norms.values()
-    form = known_form(q, "RMSNorm")
-    q_eps, k_eps = (getattr(norm, form.eps) for norm in (q, k))
-    v_norm = attention._modules.get("v_norm")
-    v_eps = None if v_norm is None else getattr(v_norm, form.eps)
-    return HeadNorms(q.weight, k.weight, q_eps, k_eps, form.zero_centered, v_eps)
-
-
-def why_not_head_norms(attention: Any) -> str | None:
-    """Return the reason if the norms of q, k and v cannot be part of a function."""
-    norms = _head_norms(attention)
-    if (v_norm := attention._modules.get("v_norm")) is not None:  # it has no weight
-        reason = why_not_class(v_norm, "RMSNorm") or why_call(v_norm, own_forward=False)
-        if reason is not None:
-            return f"v_norm: {reason}"
-    for name, norm in norms.items():
-        if (reason := why_not_frozen(norm)) is not None:
-            return f"{name}: {reason}"
-    if len({known_form(norm, "RMSNorm") for norm in norms.values()}) > 1:
-        return f"{' and '.join(norms)} are norms of different forms"
-    return None
-
-
-def _head_norms(attention: Any) -> dict[str, Any]:
-    names = known_form(attention, "Attention").norm_names
-    return {name: attention._modules[name] for name in names if name in attention._modules}
+# --- sites ----------------------------------------------------------------------------------------
 
 
 def qkv_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -152,12 +72,6 @@ def rotating_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in qkv_attentions(model):
         if rotates(module):
             yield name, module
-
-
-def read_rotating(attention: Any) -> None:
-    """Raise a Refusal if our kernel cannot rotate the q and k of an attention."""
-    refuse(why_not_class(attention, "Attention"))
-    refuse(why_not_rotated(getattr(getattr(output_of(attention), "weight", None), "dtype", None)))
 
 
 def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -182,6 +96,66 @@ def _is_without_adapter(projection: nn.Module) -> bool:
     return type(projection) is nn.Linear or is_4bit(projection)
 
 
+# --- as they are now ------------------------------------------------------------------------------
+
+
+def read_qkv(attention: Any) -> Reads:
+    """Return q, k and v as they are now; they may be one projection."""
+    refuse(why_not_class(attention, "Attention"))
+    return read_projections(attention, _names_of_qkv(attention))
+
+
+def _names_of_qkv(attention: Any) -> list[str]:
+    """Return the names of the layers for q, k and v that an attention has."""
+    names = known_form(attention, "Attention").projections
+    return [name for name in names if getattr(attention, name, None) is not None]
+
+
+def split_qkv(attention: Any, reads: list[Projection]) -> list[Projection]:
+    """Return q, k and v of an attention, whether it has three layers for them or one."""
+    if len(reads) > 1:
+        return reads
+    return split_projection(reads[0], _sizes(attention, len(reads[0].weight)))
+
+
+def _sizes(attention: Any, together: int) -> list[int]:
+    """Return how many outputs of the one layer belong to q, k and v."""
+    q = output_of(attention).in_features
+    return [q, *[(together - q) // 2] * 2]
+
+
+def output_of(attention: Any) -> Any:
+    """Return an attention's layer for o. In an unknown class that is o_proj."""
+    return getattr(attention, _output_name(attention), None)
+
+
+def _output_name(attention: nn.Module) -> str:
+    return (known_form(attention, "Attention") or AttentionForm()).output
+
+
+def read_rotating(attention: Any) -> None:
+    """Raise a Refusal if our kernel cannot rotate the q and k of an attention."""
+    refuse(why_not_class(attention, "Attention"))
+    refuse(why_not_rotated(getattr(getattr(output_of(attention), "weight", None), "dtype", None)))
+
+
+def fits_buffers(attention: Any, reads: Sequence[Projection], dtype: torch.dtype) -> bool:
+    """Return True if an attention has buffers, and they can take these projections to compute in
+    this dtype."""
+    if borders_of(attention) is None or is_in_fsdp(attention):
+        return False
+    return all(
+        not isinstance(read.weight, PlacedWeight)
+        and read.weight.dtype == dtype
+        and (read.bias is None or read.bias.requires_grad or read.bias.dtype == dtype)
+        and {read.A.dtype, read.B.dtype} <= set(DTYPES)
+        for read in reads
+    )
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
 def self_attention_forward(
     attention: Any,
     parts: frozenset[str],
@@ -201,25 +175,18 @@ def self_attention_forward(
         )  # fmt: skip
     reads = _read_fused(attention, hidden_states) if "attention" in parts else NONE
     if reads.are_all and ("rope" in parts or not rotates(attention)):
-        angles: Any = (None, None)
-        if rotates(attention):
-            angles = full_angles(attention, *position_embeddings)
-        call = attention_mask, past_key_values, options
-        o = _read_rest(attention, reads.fit, hidden_states, *call)
-        if o is not None:
-            scale = q_scale_of(attention, options)
+        reason = why_not_inputs(attention_mask, past_key_values, options) or why_not_sinks(
+            attention, hidden_states, attention_mask
+        )
+        if reason is None and (o := _read_rest(attention, reads.fit, hidden_states)) is not None:
             return _run_as_one(
-                attention, reads.fit, o, hidden_states, angles, attention_mask, scale
+                attention, reads.fit, o, hidden_states, position_embeddings, attention_mask, options
             )
-        reason = why_not_inputs(*call) or why_not_sinks(attention, hidden_states, attention_mask)
         if reason is not None and torch.is_grad_enabled():  # inference may use anything
             say_once(attention, reason)
     qkv = _run_qkv(attention, reads, hidden_states)
     mask = mask_for_attention(attention, attention_mask, qkv[0].dtype)
     return attend(attention, parts, qkv, position_embeddings, mask, past_key_values, **options)
-
-
-NONE = Reads([], {})
 
 
 def _read_fused(attention: Any, hidden_states: Tensor) -> Reads:
@@ -232,15 +199,47 @@ def _read_fused(attention: Any, hidden_states: Tensor) -> Reads:
     return reads
 
 
+def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Tensor]:
+    """Run q, k and v: as one function, each by itself, or PEFT's way. Without v, or without k and
+    v, return the others."""
+    names = _names_of_qkv(attention)
+    is_joined = len(known_form(attention, "Attention").projections) == 1
+    if reads.are_all and (is_joined or len(names) == 3):
+        return run_together(attention, reads.fit, hidden_states, partial(split_qkv, attention))
+    run = partial(run_alone, attention) if reads.fit else nn.Module.__call__
+    outputs = [run(getattr(attention, name), hidden_states) for name in names]
+    if not is_joined:
+        return outputs
+    return outputs[0].split(_sizes(attention, outputs[0].shape[-1]), -1)
+
+
+# --- as one function ------------------------------------------------------------------------------
+
+
+def _read_rest(
+    attention: Any, qkv: Sequence[Projection], hidden_states: Tensor
+) -> Projection | None:
+    """Return o as it is now, for an attention whose q, k and v are fused, or None if the attention
+    cannot run as one function."""
+    o = output_of(attention)
+    if (
+        why_not_sdpa(attention)
+        or why_not_head_norms(attention)
+        or not ("attention" in fused_parts_of(o) or _is_without_adapter(o))
+    ):
+        return None
+    read, reason = attempt(read_output, o)
+    if reason or why_not_input(hidden_states, [read]):
+        return None
+    computed = compute_dtype(hidden_states)
+    fits = hidden_states.dtype in (computed, torch.float32)
+    return read if fits and fits_buffers(attention, [*qkv, read], computed) else None
+
+
 def _run_as_one(
-    attention: Any,
-    qkv: list[Projection],
-    o: Projection,
-    hidden_states: Tensor,
-    angles: tuple,
-    mask: Any,
-    q_scale: Tensor | None,
-) -> tuple[Tensor, None]:
+    attention: Any, qkv: list[Projection], o: Projection, hidden_states: Tensor,
+    position_embeddings: tuple, mask: Any, options: dict,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Run q, k, v, attention and o as one LoRA_Attention, on buffers of their weights."""
     borders = borders_of(attention)
     assert borders is not None
@@ -249,20 +248,11 @@ def _run_as_one(
     ranks = [largest_ranks(attention, *one) for one in zip(names, parts, strict=True)]
     inputs, output = borders.find_or_make([qkv, [o]], parts, ranks, o.weight.dtype)
     assert inputs is not None and output is not None
-    every = [*parts[0], o]
-    trained, rates = tensors_of(every), tuple(read.dropout for read in every)
-    if trains_others := len(trained) > 2 * len(every):
-        trained += [None, None]  # it has no norms
-    seed = seed_for(hidden_states, *rates)
-    frame = Frame(
-        None, inputs, output, borders, adds=False, dropout_rates=rates, trains_others=trains_others,
-        seed=seed,
-    )  # fmt: skip
-    sinks, window = sinks_and_window_of(attention, mask)
-    block = attention_block(attention, frame)._replace(
-        sinks=sinks, positions=hidden_states.shape[1], cos=angles[0], sin=angles[1], mask=mask,
-        q_scale=q_scale, window=window,
-    )  # fmt: skip
+    bare = Frame(None, inputs, output, borders, adds=False)
+    trained, frame = with_reads([*parts[0], o], bare)
+    frame = frame._replace(seed=seed_for(hidden_states, *frame.dropout_rates))
+    block = attention_block(attention, frame)
+    block = in_call(block, attention, hidden_states, position_embeddings, mask, options)
     return LoRA_Attention.apply(hidden_states, None, None, *trained, (block,)), None
 
 
@@ -273,6 +263,24 @@ def attention_block(attention: Any, frame: Frame) -> AttentionBlock:
         frame, heads // 2 if form.has_gate else heads, kv_heads, attention.scaling,
         head_norms_of(attention), form.has_gate, form.interleaved,
     )  # fmt: skip
+
+
+def in_call(
+    block: AttentionBlock, attention: Any, hidden: Tensor, position_embeddings: tuple, mask: Any,
+    options: dict,
+) -> AttentionBlock:  # fmt: skip
+    """Return an attention's block with what a call of it, or of its layer, gives."""
+    cos = sin = None
+    if rotates(attention):
+        cos, sin = full_angles(attention, *position_embeddings)
+    sinks, window = sinks_and_window_of(attention, mask)
+    return block._replace(
+        positions=hidden.shape[1], cos=cos, sin=sin, mask=mask,
+        q_scale=q_scale_of(attention, options), window=window, sinks=sinks,
+    )  # fmt: skip
+
+
+# --- when `fuse` is called ------------------------------------------------------------------------
 
 
 def runs_as_one(attention: nn.Module) -> bool:
@@ -290,7 +298,7 @@ def give_borders_alone(attentions: Sequence[Any]) -> None:
     seen: set[int] = set()
     for attention in attentions:
         owner: Any = owner_of(attention)
-        bases = list(layers_under(attention))
+        bases = list(bases_under(attention, (*_names_of_qkv(attention), _output_name(attention))))
         weights = {id(base.weight) for base in bases}
         if weights & seen:  # layer_replication: they lie in the first one's buffers
             owner.borders = None
@@ -300,134 +308,3 @@ def give_borders_alone(attentions: Sequence[Any]) -> None:
         owner.borders.scratches = scratches
         for base in bases:
             DefaultBorder.take_in(base)
-
-
-def layers_under(attention: Any) -> Iterator[Any]:
-    """Yield the linear layers under an attention's projections."""
-    for name in (*_names_of_qkv(attention), _output_name(attention)):
-        projection = attention._modules[name]
-        base = getattr(projection, "base_layer", projection)
-        if isinstance(base, nn.Linear):
-            yield base
-
-
-def fits_buffers(attention: Any, reads: Sequence[Projection], dtype: torch.dtype) -> bool:
-    """Return True if an attention has buffers, and they can take these projections to compute in
-    this dtype."""
-    if borders_of(attention) is None or is_in_fsdp(attention):
-        return False
-    return all(
-        not isinstance(read.weight, PlacedWeight)
-        and read.weight.dtype == dtype
-        and (read.bias is None or read.bias.requires_grad or read.bias.dtype == dtype)
-        and {read.A.dtype, read.B.dtype} <= set(DTYPES)
-        for read in reads
-    )
-
-
-def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Tensor]:
-    """Run q, k and v: as one function, each by itself, or PEFT's way. Without v, or without k and
-    v, return the others."""
-    names = _names_of_qkv(attention)
-    is_joined = len(known_form(attention, "Attention").projections) == 1
-    if reads.are_all and (is_joined or len(names) == 3):
-        return _run_together(attention, reads.fit, hidden_states)
-    run = partial(run_alone, attention) if reads.fit else nn.Module.__call__
-    outputs = [run(getattr(attention, name), hidden_states) for name in names]
-    if not is_joined:
-        return outputs
-    return outputs[0].split(_sizes(attention, outputs[0].shape[-1]), -1)
-
-
-def _run_together(
-    attention: Any, reads: list[Projection], hidden_states: Tensor
-) -> Sequence[Tensor]:
-    read, write_again = written(attention, reads)
-    qkv = split_qkv(attention, read)
-    seed = seed_for(hidden_states, *(one.dropout for one in qkv))
-    frozen = _frozen_qkv(qkv)._replace(seed=seed, write_again=write_again)
-    return LoRA_QKV.apply(hidden_states, *tensors_of(qkv), frozen)
-
-
-def _read_rest(
-    attention: Any,
-    qkv: Sequence[Projection],
-    hidden_states: Tensor,
-    mask,
-    past_key_values,
-    options: dict,
-) -> Projection | None:
-    """Return o as it is now, for an attention whose q, k and v are fused, or None if the attention
-    cannot run as one function."""
-    o = output_of(attention)
-    if (
-        why_not_as_one(attention)
-        or why_not_head_norms(attention)
-        or why_not_inputs(mask, past_key_values, options)
-        or why_not_sinks(attention, hidden_states, mask)
-        or not ("attention" in fused_parts_of(o) or _is_without_adapter(o))
-    ):
-        return None
-    read, reason = attempt(read_output, o)
-    if reason or why_not_input(hidden_states, [read]):
-        return None
-    computed = compute_dtype(hidden_states)
-    fits = hidden_states.dtype in (computed, torch.float32)
-    return read if fits and fits_buffers(attention, [*qkv, read], computed) else None
-
-
-def why_not_as_one(attention: Any) -> str | None:
-    """Return the reason if this attention cannot run as one LoRA_Attention, beside its
-    projections."""
-    if known_form(attention, "Attention").has_gate:
-        return "a gate multiplies what it gives to o_proj"
-    return why_not_sdpa(attention)
-
-
-def why_not_sdpa(attention: Any) -> str | None:
-    """Return the reason if this attention runs anything but causal scaled_dot_product_attention on
-    q, k and v, or with sinks the eager one."""
-    if has_sinks(attention):
-        return why_not_eager(attention)
-    implementation = attention.config._attn_implementation
-    form = known_form(attention, "Attention")
-    if form.shares_kv and (reason := _why_not_own_kv(attention)) is not None:
-        return reason
-    if implementation != "sdpa" and "softcap" in dict(form.passes):
-        return f"its attention is {implementation}, which soft-caps its scores, unlike sdpa"
-    if implementation != "sdpa":
-        return f"its attention is {implementation}: call model.set_attn_implementation('sdpa')"
-    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
-        return "its attention is registered as sdpa, but is not transformers' own: undo that"
-    if (reason := why_replaced(sdpa_attention.__name__, "sdpa_attention_forward")) is not None:
-        return reason
-    if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
-        return "F.scaled_dot_product_attention is not torch's own: undo that patch to run it fused"
-    if (dropout := dropout_of(attention)) and attention.training:
-        return f"attention_dropout is {dropout}: load the model with attention_dropout=0.0"
-    if not attention.is_causal:
-        return "it is not causal"
-    return None
-
-
-def _why_not_own_kv(attention: Any) -> str | None:
-    """Return the reason if an attention has no k and v that are its own alone."""
-    if attention.is_kv_shared_layer:
-        return "its k and v are an earlier layer's"
-    if attention.store_full_length_kv and attention.config.num_kv_shared_layers:
-        return "later layers take its k and v as well"
-    return "its k is its v as well" if attention.v_proj is None else None
-
-
-def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
-    """Return the reason if these arguments keep an attention, or its layer, from running fused."""
-    if past_key_values is not None:
-        return NO_CACHE_IN_TRAINING
-    if mask is not None and (not isinstance(mask, Tensor) or mask.requires_grad):
-        return "its attention_mask is not a tensor, or requires a gradient"
-    if options.get("is_causal") is False:
-        return "it was given is_causal=False"
-    for name in ("position_bias", "output_attentions", "return_shared_kv_states"):
-        if options.get(name) not in (None, False):
-            return f"it was given {name}: leave that out"
-    return None

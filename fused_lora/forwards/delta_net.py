@@ -12,20 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from ..foreign.delta_rule import delta_rule
-from ..foreign.versions import CACHE, CONVOLUTION, RULE_REPEATS_HEADS, STATES, class_forward
+from ..foreign.versions import CACHE, RULE_REPEATS_HEADS, STATES, class_forward
 from ..functions.causal_conv import Conv, causal_conv
-from ..functions.lora_group import FrozenGroup, LoRA_Group
 from ..layer.mixer_ends import DeltaNetEnds, decay_of
 from ..reading.aside import say_left, say_once, step_aside
 from ..reading.families import FORMS
 from ..reading.forms import MixerForm
 from ..reading.known import known_form, why_not_class
-from ..reading.projection import Projection, seed_for, why_call
+from ..reading.projection import why_call
 from ..reading.refusal import attempt, refuse, refuse_documents
 from ..reading.site import having
-from ..weights.four_bit_parts import why_not_input, written
-from .attention import NO_CACHE_IN_TRAINING
-from .linear import Reads, frozen_linear, read_projections, run_alone, tensors_of
+from ..weights.four_bit_parts import why_not_input
+from .attend import NO_CACHE_IN_TRAINING
+from .linear import Reads, read_projections, run_alone, run_together
 from .rms_norm import read_gated_norm
 from .short_conv import why_not_conv
 
@@ -46,44 +45,35 @@ def in_projections(net: nn.Module) -> tuple[str, ...]:
 
 
 class DeltaNetRead(NamedTuple):
-    """A gated delta net as it is now: its in-projections, why its recurrence is not a fast
-    library's, and why its convolution does not run fused."""
+    """A gated delta net as it is now: its in-projections, and why its recurrence is not a fast
+    library's."""
 
     reads: Reads
     why_slow: str
-    why_not_conv: str
 
     @property
     def left(self) -> dict[str, str]:
         """Return the units that run neither fused nor on a library's kernels, and why."""
-        others = {"recurrence": self.why_slow, "conv1d": self.why_not_conv}
-        return self.reads.left | {name: reason for name, reason in others.items() if reason}
+        return self.reads.left | ({"recurrence": self.why_slow} if self.why_slow else {})
 
 
 def read_delta_net(net: Any) -> DeltaNetRead:
     """Return the parts of a gated delta net as they are now."""
-    refuse(_why_not_itself(net))
-    reads = read_projections(net, in_projections(net))
-    return DeltaNetRead(reads, why_slow_rule(net), _why_not_conv(net) or "")
-
-
-def _why_not_itself(net: Any) -> str | None:
-    if reason := why_not_class(net, "GatedDeltaNet"):
-        return reason
-    reason = why_call(net.conv1d)
-    return None if reason is None else f"conv1d: {reason}"
-
-
-def _why_not_conv(net: Any) -> str | None:
-    """Return the reason if the convolution does not run fused."""
-    if net.activation != "silu":
-        return f"its activation is {net.activation}, not silu"
-    return why_not_conv(net.conv1d, type(net))
+    refuse(why_net_mixes(net))
+    return DeltaNetRead(read_projections(net, in_projections(net)), why_slow_rule(net))
 
 
 def why_net_mixes(net: Any) -> str | None:
-    """Return the reason if the documents of its rows cannot be kept apart."""
-    return _why_not_itself(net) or _why_not_conv(net)
+    """Return the reason if our convolution, which keeps documents apart, is not the net's."""
+    return why_not_class(net, "GatedDeltaNet") or _why_not_its_conv(net)
+
+
+def _why_not_its_conv(net: Any) -> str | None:
+    reason = why_call(net.conv1d)
+    if not reason and net.activation != "silu":
+        reason = f"its activation is {net.activation}, not silu"
+    reason = reason or why_not_conv(net.conv1d, type(net))
+    return f"conv1d: {reason}" if reason else None
 
 
 def delta_net_forward(
@@ -95,8 +85,8 @@ def delta_net_forward(
     seq_idx: Tensor | None = None,
     **options,
 ):
-    """Run the class's forward with fused in-projections; its norm and out_proj may have forwards of
-    ours. A call with a cache, which it fills, runs unfused.
+    """Run the class's forward with fused in-projections and our convolution; its norm and out_proj
+    may have forwards of ours. A call with a cache, which it fills, runs unfused.
 
     seq_idx: each token's document, [batch, positions]. parts: without "attention", rows that hold
     documents are all that does not run as the class does.
@@ -127,15 +117,8 @@ def delta_net_forward(
     named = vars(sys.modules[type(net).__module__])
     x = named["apply_mask_to_padding_states"](hidden_states, attention_mask)
     mixed, z, b, a = _run_in(net, None if read is None else read.reads, x)
-    if read is not None and read.why_not_conv:
-        mixed = named[CONVOLUTION](
-            mixed.transpose(1, 2), net.conv1d.weight.squeeze(1), net.conv1d.bias,
-            activation=net.activation, **options,
-        ).transpose(1, 2)  # fmt: skip
-        q, k, v = mixed.split(qkv_sizes(net), -1)
-    else:
-        conv = Conv(qkv_sizes(net), seq_idx=seq_idx)
-        q, k, v = causal_conv(mixed, net.conv1d.weight.squeeze(1), net.conv1d.bias, conv)
+    conv = Conv(qkv_sizes(net), seq_idx=seq_idx)
+    q, k, v = causal_conv(mixed, net.conv1d.weight.squeeze(1), net.conv1d.bias, conv)
     decay = decay_of(net.A_log, a, net.dt_bias, seq_idx)
     found = run_rule(net, q, k, v, b.sigmoid(), decay, **options)
     rows = found.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)
@@ -174,18 +157,11 @@ def _run_in(net: Any, reads: Reads | None, x: Tensor) -> tuple[Tensor, ...]:
     elif reads.left:
         found = tuple(run_alone(net, projection, x) for projection in projections)
     else:
-        found = _run_together(net, reads.fit, x)
+        found = run_together(net, reads.fit, x)
     if len(found) == 4:
         return found
     q, k, v, z, b, a = net.fix_query_key_value_ordering(*found)
     return torch.cat([one.flatten(2) for one in (q, k, v)], -1), z.flatten(2), b, a
-
-
-def _run_together(net: nn.Module, reads: list[Projection], x: Tensor) -> tuple[Tensor, ...]:
-    found, write_again = written(net, reads)
-    layers = tuple(map(frozen_linear, found))
-    frozen = FrozenGroup(layers, seed_for(x, *(one.dropout for one in found)), write_again)
-    return LoRA_Group.apply(x, *tensors_of(found), frozen)
 
 
 # --- in a layer that runs whole -------------------------------------------------------------------
@@ -193,12 +169,9 @@ def _run_together(net: nn.Module, reads: list[Projection], x: Tensor) -> tuple[T
 
 def why_not_net(net: Any) -> str | None:
     """Return the reason if a gated delta net cannot be between the functions of a layer."""
-    if reason := why_call(net.conv1d) or _why_not_conv(net):
-        return f"conv1d: {reason}"
     _, reason = attempt(read_gated_norm, net.norm)
-    if reason := reason or why_call(net.norm, own_forward=False):
-        return f"norm: {reason}"
-    return None
+    norm = reason or why_call(net.norm, own_forward=False)
+    return _why_not_its_conv(net) or (f"norm: {norm}" if norm else None)
 
 
 def why_slow_rule(net: Any) -> str:

@@ -6,6 +6,7 @@ that cannot do that either runs its other fused parts one by one. Both warn once
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +27,16 @@ from ..layer.shards import Gathering
 from ..reading import unchanged
 from ..reading.aside import say_once
 from ..reading.known import known_form, layer_form
-from ..reading.projection import Projection, bias_of, seed_for, trains_bias
+from ..reading.projection import Projection, seed_for
 from ..reading.refusal import attempt, refuse
 from ..reading.site import KERNELS_WANT_A_GPU
 from ..rerun import once, saving_last
 from ..weights.borders import Border, borders_of
 from ..weights.sharded_weight import ShardedWeight
 from . import layer_reading as reading
-from .attend import full_angles, mask_for_attention, q_scale_of, rotates, sinks_and_window_of
-from .attention import attention_block
+from .attend import mask_for_attention
+from .attention import attention_block, in_call
+from .linear import trained_by, with_reads
 from .mixer_layer import has_mixer, run_mixer
 from .mlp import activation_of
 from .rms_norm import active_norm, after_attention, finished, normed_layer_forward
@@ -127,9 +129,9 @@ def _run(layer: Any, operands: LayerOperands, hidden: Tensor, call: dict[str, An
     trained, mixing, mlp, *_, computed_from = operands
     if computed_from:
         parts, _ = reading.parts_and_ranks(layer, computed_from)
-        trained = _trained(parts[:2], mixing.frame)
+        trained = trained_by([*chain(*parts[:2])], mixing.frame)
         if mlp is not None:
-            trained += _trained(parts[2:], mlp.frame)
+            trained += trained_by([*chain(*parts[2:])], mlp.frame)
     rates = [rate for block in (mixing, mlp) if block for rate in block.frame.dropout_rates]
     first = mixing.frame
     if (seed := seed_for(hidden, *rates)) is not None:
@@ -145,14 +147,9 @@ def _run(layer: Any, operands: LayerOperands, hidden: Tensor, call: dict[str, An
         )
         trained = trained[before:]
     else:
-        attention = layer.self_attn
-        cos = sin = None
-        if rotates(attention):
-            cos, sin = full_angles(attention, *call["position_embeddings"])
-        sinks, window = sinks_and_window_of(attention, mask)
-        mixing = mixing._replace(
-            frame=first, positions=hidden.shape[1], cos=cos, sin=sin, mask=mask,
-            q_scale=q_scale_of(attention, call), window=window, sinks=sinks,
+        mixing = in_call(
+            mixing._replace(frame=first), layer.self_attn, hidden, call["position_embeddings"],
+            mask, call,
         )  # fmt: skip
     layer_input = call.get("per_layer_input")
     if mlp is None:
@@ -178,14 +175,14 @@ def read_operands(layer: Any, running: reading.Running) -> LayerOperands:
     form = layer_form(layer)
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
     before, after, before_mlp, after_mlp = reading.names_of_norms(form)
-    trained, first = _with_reads(parts[:2], Frame(
+    trained, first = with_reads([*chain(*parts[:2])], Frame(
         _norm(layer, before), qkv, o, borders, _norm(layer, after), multiplier,
         # the layer before has a down like this one
         columns_before=0 if left else down.grad_columns,
     ))  # fmt: skip
     mlp = None
     if not left:
-        its, second = _with_reads(parts[2:], Frame(
+        its, second = with_reads([*chain(*parts[2:])], Frame(
             _norm(layer, before_mlp), gate_up, down, borders, _norm(layer, after_mlp), multiplier,
             masks_before=sum(map(len, parts[:2])),
         ))  # fmt: skip
@@ -207,28 +204,6 @@ def _norm(layer: Any, name: str) -> Norm | None:
     norm = active_norm(layer._modules[name])
     form = known_form(norm, "RMSNorm")
     return Norm(norm.weight, getattr(norm, form.eps), form.zero_centered)
-
-
-def _with_reads(
-    parts: Sequence[Sequence[Projection]], frame: Frame
-) -> tuple[tuple[Tensor | None, ...], Frame]:
-    """Return what a block trains, and the block with all else that its projections say."""
-    trained = _trained(parts, frame)
-    rates = tuple(read.dropout for group in parts for read in group)
-    return trained, frame._replace(dropout_rates=rates, trains_others=len(trained) > 2 * len(rates))
-
-
-def _trained(parts: Sequence[Sequence[Projection]], frame: Frame) -> tuple[Tensor | None, ...]:
-    """Return the tensors that a block trains, as `Trained` has them."""
-    reads = [read for group in parts for read in group]
-    adapters = [tensor for read in reads for tensor in (read.A, read.B)]
-    norms = [
-        norm.weight if norm and norm.weight.requires_grad else None
-        for norm in (frame.norm, frame.norm_after)
-    ]
-    biases = [bias_of(read) if any(map(trains_bias, reads)) else None for read in reads]
-    others = [*biases, *norms]
-    return *adapters, *([] if all(other is None for other in others) else others)
 
 
 # --- when `fuse` is called ------------------------------------------------------------------------

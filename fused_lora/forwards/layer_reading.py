@@ -22,9 +22,15 @@ from ..reading.projection import Projection, read_projection, trains_bias, why_c
 from ..reading.refusal import Refusal, attempt, refuse
 from ..weights.borders import Border, borders_of
 from ..weights.default_border import DefaultBorder
-from .attend import why_not_sinks
-from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_inputs, why_not_sdpa
-from .linear import largest_ranks
+from .attend import (
+    head_norms_of,
+    why_not_head_norms,
+    why_not_inputs,
+    why_not_sdpa,
+    why_not_sinks,
+)
+from .attention import split_qkv
+from .linear import bases_under, largest_ranks
 from .mixer_layer import has_mixer, mixer_of, noun_of, why_not_mixer, why_slow
 from .mlp import split_gate_up, why_not_activation
 from .rms_norm import active_norm, why_mixed, why_not_within
@@ -305,11 +311,7 @@ def layer_weights(layer: Any) -> Iterator[Tensor]:
 def base_layers(layer: Any) -> Iterator[Any]:
     """Yield the linear layers under the layer's projections."""
     for owner, names in grouped_projections(layer):
-        for name in names:
-            projection = owner._modules[name]
-            base = getattr(projection, "base_layer", projection)
-            if isinstance(base, nn.Linear):
-                yield base
+        yield from bases_under(owner, names)
 
 
 def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:

@@ -1,13 +1,14 @@
-"""A single projection, run as LoRA_W: attention's o, or one of a group (an MLP's, or those that
-share an input) in which another cannot run fused."""
+"""Projections that share an input, run as LoRA_QKV, and single ones, run as LoRA_W: attention's o,
+or one of a group in which another cannot run fused."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..foreign.ownership import why_not_own_forward
-from ..functions.lora_linear import FrozenLinear, LoRA_W
+from ..functions.lora_linear import FrozenLayers, FrozenLinear, LoRA_QKV, LoRA_W
+from ..layer.operands import Frame
 from ..reading.aside import step_aside, why_unloaded
 from ..reading.projection import (
     Projection,
@@ -52,12 +53,42 @@ def read_projections(module: Any, names: Sequence[str]) -> Reads:
     return reads
 
 
-def tensors_of(reads: Sequence[Projection]) -> list[Tensor | None]:
-    """Return the operands that a function of these projections differentiates: each one's A and B,
-    then the biases of all if any is trained."""
+def tensors_of(
+    reads: Sequence[Projection], norms: Sequence[Tensor | None] = ()
+) -> tuple[Tensor | None, ...]:
+    """Return the operands that a function of these projections differentiates: each one's A and B;
+    then, if one of these is trained, the biases of all and the weights of norms."""
     adapters = [tensor for read in reads for tensor in (read.A, read.B)]
-    biases = [bias_of(read) for read in reads] if any(map(trains_bias, reads)) else []
-    return [*adapters, *biases]
+    has_biases = any(map(trains_bias, reads))
+    others = [*(bias_of(read) if has_biases else None for read in reads), *norms]
+    return *adapters, *([] if all(other is None for other in others) else others)
+
+
+def trained_by(reads: Sequence[Projection], frame: Frame) -> tuple[Tensor | None, ...]:
+    """Return the tensors that a block of these projections trains, as `Trained` has them."""
+    norms = [
+        norm.weight if norm and norm.weight.requires_grad else None
+        for norm in (frame.norm, frame.norm_after)
+    ]
+    return tensors_of(reads, norms)
+
+
+def with_reads(
+    reads: Sequence[Projection], frame: Frame
+) -> tuple[tuple[Tensor | None, ...], Frame]:
+    """Return what a block trains, and the block with all else that its projections say."""
+    trained = trained_by(reads, frame)
+    rates = tuple(read.dropout for read in reads)
+    return trained, frame._replace(dropout_rates=rates, trains_others=len(trained) > 2 * len(rates))
+
+
+def bases_under(owner: nn.Module, names: Sequence[str]) -> Iterator[Any]:
+    """Yield the linear layers under these projections of a module."""
+    for name in names:
+        projection: Any = owner._modules[name]
+        base = getattr(projection, "base_layer", projection)
+        if isinstance(base, nn.Linear):
+            yield base
 
 
 def largest_ranks(module: Any, names: Sequence[str], parts: Sequence[Projection]) -> list[int]:
@@ -67,8 +98,18 @@ def largest_ranks(module: Any, names: Sequence[str], parts: Sequence[Projection]
     return largest * (len(parts) // len(names))
 
 
-def frozen_linear(read: Projection) -> FrozenLinear:
-    return FrozenLinear(read.weight, frozen_bias(read), read.scaling, read.dropout)
+def run_together(
+    module: nn.Module,
+    reads: list[Projection],
+    x: Tensor,
+    split: Callable[[list[Projection]], list[Projection]] = list,
+) -> tuple[Tensor, ...]:
+    """Run projections of a module, or what they split into, as one function."""
+    found, write_again = written(module, reads)
+    parts = split(found)
+    layers = [FrozenLinear(one.weight, frozen_bias(one), one.scaling, one.dropout) for one in parts]
+    frozen = FrozenLayers(tuple(layers), seed_for(x, *(one.dropout for one in parts)), write_again)
+    return (LoRA_W if len(parts) == 1 else LoRA_QKV).apply(x, *tensors_of(parts), frozen)
 
 
 def run_alone(module: nn.Module, projection: nn.Module, x: Tensor) -> Tensor:
@@ -77,14 +118,8 @@ def run_alone(module: nn.Module, projection: nn.Module, x: Tensor) -> Tensor:
     read, reason = attempt(read_projection, projection)
     if reason or not len(read.A) or why_not_input(x, [read]):
         return projection(x)
-    return _lora_w(module, [read], x)
-
-
-def _lora_w(module: nn.Module, reads: list[Projection], x: Tensor) -> Tensor:
-    (read,), write_again = written(module, reads)
-    seed = seed_for(x, read.dropout)
-    frozen = frozen_linear(read)._replace(seed=seed, write_again=write_again)
-    return LoRA_W.apply(x, *tensors_of([read]), frozen)
+    (output,) = run_together(module, [read], x)
+    return output
 
 
 # --- attention's o --------------------------------------------------------------------------------
@@ -101,4 +136,5 @@ def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *res
         reason = "it was given more than its input"
     if reason := reason or why_not_input(x, [read]):
         return step_aside(projection, reason, x, *rest, **options)
-    return _lora_w(projection, [read], x)
+    (output,) = run_together(projection, [read], x)
+    return output

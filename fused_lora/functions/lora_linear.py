@@ -1,15 +1,15 @@
-"""LoRA_W and LoRA_QKV: adapted linear layers as one autograd function, backward by hand.
+"""LoRA_QKV: adapted linear layers that share an input as one autograd function, backward by hand.
 
-LoRA_W is one layer (attention's output projection), LoRA_QKV the three that share attention's
-input. Both are a group of layers in the sense of `fused_mlp/utils.py`, and use its equations. For
-q, k and v that is 7 matmuls forward and 11 backward; layer by layer it is 9 and 15. Biases cost
-nothing: the epilogue of the frozen matmul adds them. The gradient of a trained bias is the sum of
-its layer's dy over tokens.
+Attention's q, k and v, say, or the four layers in front of a gated delta net; LoRA_W is one layer.
+They are a group in the sense of `fused_mlp/utils.py`, and use its equations. For q, k and v that is
+7 matmuls forward and 11 backward; layer by layer it is 9 and 15. For a gated delta net it is 9 and
+14 instead of 12 and 20. Biases cost nothing: the epilogue of the frozen matmul adds them. The
+gradient of a trained bias is the sum of its layer's dy over tokens.
 
 For the same layers in PEFT, autograd keeps the three x A', and with fp32 adapters a copy of x for
 each. We keep x and z = x A'. With only 3r columns z is cheaper to keep than to recompute, which
-would read all of x. (`LoRA_Attention` of
-`layer/decoder_layer.py` fuses both and everything between into one function.)
+would read all of x. (`LoRA_Attention` of `layer/decoder_layer.py` fuses q, k, v, o and everything
+between into one function.)
 
 LoRA: Hu et al., arXiv 2106.09685. Unsloth was first to publish LoRA's QKV and single layers as
 autograd functions (unsloth/kernels/fast_lora.py). It skips its QKV if a projection has a bias, as
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_mlp.dropout import Masks, draw_masks, masks_of, parts_of
+from fused_mlp.dropout import draw_masks, masks_of, parts_of
 from fused_mlp.utils import (
     Group,
     adapter_gradients,
@@ -40,133 +40,63 @@ from fused_mlp.utils import (
     without_autocast,
 )
 
-QKV_PREFIXES = ("q_", "k_", "v_")
-
 
 class FrozenLinear(NamedTuple):
-    """The operands of LoRA_W that it does not train: a base layer and its adapter's scale.
+    """A base layer and its adapter's scale, which nothing here trains.
 
-    dropout: the probability of dropping an element of the adapter's input in training. None, among
-    layers of one input: share the mask of the layer before. seed: of the mask; draw a new one,
-    `draw_seed(x.device)`, for each call. write_again: as in FrozenMLP.
+    dropout: the probability of dropping an element of the adapter's input in training. None: share
+    the mask of the layer before; then both are parts of one projection, with one A.
     """
 
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
     scaling: float
     dropout: float | None = 0.0
+
+
+class FrozenLayers(NamedTuple):
+    """The operands of LoRA_QKV that it does not train.
+
+    seed: of all masks; draw a new one, `draw_seed(x.device)`, for each call. write_again: as in
+    FrozenMLP, for all weights.
+    """
+
+    layers: tuple[FrozenLinear, ...]
     seed: Tensor | None = None  # [1] int64
     write_again: Callable[[], None] | None = None
 
 
-class LoRA_W(torch.autograd.Function):
-    """``LoRA_W.apply(x, A, B, frozen)``: a linear layer with its adapter. With a trained bias:
-    ``LoRA_W.apply(x, A, B, bias, frozen)``.
+class LoRA_QKV(torch.autograd.Function):
+    """``LoRA_QKV.apply(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen)``: linear layers that share x, with
+    their adapters. Trained biases, one for each layer, go before frozen.
 
     Equivalent PyTorch::
 
-        base = F.linear(x, frozen.weight, frozen.bias)  # or the bias that is trained
-        kept = F.dropout(x, frozen.dropout)  # without dropout, x as it is
-        output = base + F.linear(F.linear(kept, A), B) * frozen.scaling
+        for layer, A, B in zip(frozen.layers, ...):
+            base = F.linear(x, layer.weight, layer.bias)  # or the bias that is trained
+            kept = F.dropout(x, layer.dropout)  # without dropout, x as it is
+            base + F.linear(F.linear(kept, A), B) * layer.scaling
 
     Args:
         x: [..., in], bf16, fp16 or fp32; any number of leading dimensions, any strides, any number
             of tokens including none.
-        A: [r, in]. B: [out, r]. Any r. Any dtype: they are cast to the compute dtype (fp32 masters
-            of a bf16 model, say).
-        bias: [out], or None, in any dtype. It replaces frozen's.
-        frozen: base weight and bias (or None) in x's dtype (or any, under autocast), and the scale.
-
-    Returns:
-        [..., out] in the compute dtype: autocast's if it is on, else x's. Matmuls accumulate in
-        fp32. Each gradient has the dtype of its tensor, and is computed only if `requires_grad`
-        asks for it.
-
-    Saved for backward: x (if A is trained), x A', the adapter and the weight in the compute dtype,
-    and with dropout one bit for each element of x. It writes to no input, incoming gradient or
-    saved tensor, so x may have other consumers, and a second backward through a retained graph is
-    right. Deterministic. Not twice differentiable.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit, the base weight or frozen's bias requires a
-            gradient, or there is dropout without a seed.
-        RuntimeError: from backward, under create_graph=True.
-    """
-
-    @staticmethod
-    def forward(ctx, x, A, B, *rest):
-        biases, frozen = split_frozen("LoRA_W", rest, FrozenLinear)
-        ctx.write_again = frozen.write_again
-        (output,) = group_forward(ctx, "LoRA_W", ("",), x, (A, B), biases, [frozen], frozen.seed)
-        return output
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return *group_backward(ctx, "LoRA_W", grad_output), None
-
-
-class FrozenQKV(NamedTuple):
-    """The operands of LoRA_QKV that it does not train: three base layers, and their adapters'
-    scales and dropout. seed: for all three masks, as for LoRA_W. The dropout of k and v is None if
-    they share q's mask: then all are parts of one projection, with one A. write_again: as in
-    FrozenMLP, for all three weights."""
-
-    q_weight: Tensor  # [q_out, in]
-    k_weight: Tensor  # [k_out, in]
-    v_weight: Tensor  # [v_out, in]
-    q_bias: Tensor | None  # [q_out]
-    k_bias: Tensor | None  # [k_out]
-    v_bias: Tensor | None  # [v_out]
-    q_scaling: float
-    k_scaling: float
-    v_scaling: float
-    q_dropout: float | None = 0.0
-    k_dropout: float | None = 0.0
-    v_dropout: float | None = 0.0
-    seed: Tensor | None = None  # [1] int64
-    write_again: Callable[[], None] | None = None
-
-    @property
-    def layers(self) -> list[FrozenLinear]:
-        return [
-            FrozenLinear(self.q_weight, self.q_bias, self.q_scaling, self.q_dropout),
-            FrozenLinear(self.k_weight, self.k_bias, self.k_scaling, self.k_dropout),
-            FrozenLinear(self.v_weight, self.v_bias, self.v_scaling, self.v_dropout),
-        ]
-
-
-class LoRA_QKV(torch.autograd.Function):
-    """``LoRA_QKV.apply(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen)``: attention's q, k and v. Trained
-    biases, all three, go before frozen.
-
-    Equivalent PyTorch::
-
-        def adapted(x, weight, bias, A, B, scaling, dropout):
-            z = F.linear(F.dropout(x, dropout), A)  # without dropout, of x as it is
-            return F.linear(x, weight, bias) + F.linear(z, B) * scaling
-
-        f = frozen
-        q = adapted(x, f.q_weight, f.q_bias, q_A, q_B, f.q_scaling, f.q_dropout)
-        k = adapted(x, f.k_weight, f.k_bias, k_A, k_B, f.k_scaling, f.k_dropout)
-        v = adapted(x, f.v_weight, f.v_bias, v_A, v_B, f.v_scaling, f.v_dropout)
-
-    Args:
-        x: [..., in], as for LoRA_W.
-        q_A, k_A, v_A: [r, in]. q_B: [q_out, r]; k_B: [k_out, r]; v_B: [v_out, r]. Any r, which may
-            differ between projections. Any dtype, as for LoRA_W.
-        q_bias, k_bias, v_bias: [q_out], [k_out], [v_out], or None. They replace frozen's.
+        A: [r, in]. B: [out, r]. Any r, which may differ between layers. Any dtype: they are cast to
+            the compute dtype (fp32 masters of a bf16 model, say).
+        bias: [out], or None, in any dtype. They replace frozen's.
         frozen: base weights and biases (each may be None) in x's dtype (or any, under autocast),
-            and the three scales.
+            and the scales.
 
     Returns:
-        (q, k, v): [..., q_out], [..., k_out] and [..., v_out], three separate tensors, in the
-        compute dtype. Their dtypes and those of gradients are as for LoRA_W. Without dropout the
-        gradients of the three A share one storage. An output that is in no loss costs nothing, and
-        its A and B get no gradient (None), as with unfused layers.
+        A tuple of [..., out], separate tensors in the compute dtype: autocast's if it is on, else
+        x's. Matmuls accumulate in fp32. Each gradient has the dtype of its tensor, and is computed
+        only if `requires_grad` asks for it. Without dropout the gradients of all A share one
+        storage. An output that is in no loss costs nothing, and its A and B get no gradient (None),
+        as with unfused layers.
 
     Saved for backward: x (if an A is trained), z = x [q_A; k_A; v_A]', the adapters and the weights
-    in the compute dtype, and one bit for each element of x for each of the three with dropout. Like
-    LoRA_W, it writes to no input, incoming gradient or saved tensor.
+    in the compute dtype, and one bit for each element of x for each layer with dropout. It writes
+    to no input, incoming gradient or saved tensor, so x may have other consumers, and a second
+    backward through a retained graph is right. Deterministic. Not twice differentiable.
 
     Raises:
         ValueError: shapes or dtypes do not fit, a base weight or bias requires a gradient, or there
@@ -175,111 +105,89 @@ class LoRA_QKV(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, q_A, q_B, k_A, k_B, v_A, v_B, *rest):
-        biases, frozen = split_frozen("LoRA_QKV", rest, FrozenQKV)
-        ctx.write_again = frozen.write_again
-        adapters, layers = (q_A, q_B, k_A, k_B, v_A, v_B), frozen.layers
-        return group_forward(
-            ctx, "LoRA_QKV", QKV_PREFIXES, x, adapters, biases, layers, frozen.seed
-        )
+    def forward(ctx, x, *operands):
+        name = _name_of((len(operands) - 1) // 2)  # A and B of each layer, perhaps biases, frozen
+        trained, frozen = split_frozen(name, operands, FrozenLayers)
+        ctx.write_again, count = frozen.write_again, len(frozen.layers)
+        adapters, biases = trained[: 2 * count], trained[2 * count :]
+        prefixes = _prefixes_of(count)
+        _check_layers(name, prefixes, x, adapters, frozen.layers)
+        layers = _with_biases(name, prefixes, frozen.layers, biases)
+        ctx.set_materialize_grads(False)  # a missing gradient is None, not zeros, in backward
+        ctx.dtypes = [None if one is None else one.dtype for one in (x, *trained)]
+        ctx.shape_of_x = x.shape
+        # cast to autocast's dtype here, so autocast has nothing to cast below
+        dtype = compute_dtype(x)
+        x = x.to(dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        masks = draw_masks(
+            name, frozen.seed, [layer.dropout for layer in layers], [len(rows)] * count,
+            [rows.shape[1]] * count,
+        )  # fmt: skip
+        A, B = cast_adapters(adapters, dtype)
+        weights = tuple(layer.weight.to(dtype) for layer in layers)
+        ctx.scalings = tuple(layer.scaling for layer in layers)
+        group = Group(weights, A, tuple(B), ctx.scalings, None if masks is None else tuple(masks))
+        z = matmul_A(rows, A, group.ranks, masks)
+        outputs = []
+        for layer, weight, one_B, columns in zip(
+            layers, weights, B, z.split_with_sizes(group.ranks, 1), strict=True
+        ):
+            # Not a view: autograd forbids changing one in place, as RoPE may do to q.
+            output = rows.new_empty(*x.shape[:-1], weight.shape[0])
+            bias = None if layer.bias is None else layer.bias.to(dtype)
+            matmul_lora(rows, weight, columns, one_B, layer.scaling, bias, out=output)
+            outputs.append(output)
+        bits, ctx.scales = parts_of(masks)
+        # Only dA needs x. Save x itself, not its rows: autograd cannot tell whose memory a view
+        # made in here is.
+        kept = x if any(ctx.needs_input_grad[1 : 2 * count : 2]) else None
+        ctx.save_for_backward(kept, z, A, *B, *weights, *bits)
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, grad_q, grad_k, grad_v):
-        return *group_backward(ctx, "LoRA_QKV", grad_q, grad_k, grad_v), None
+    def backward(ctx, *grad_outputs):
+        count = len(grad_outputs)
+        refuse_second_derivative(_name_of(count), "the unfused layers")
+        x, z, A, *others = ctx.saved_tensors
+        B, weights, bits = others[:count], others[count : 2 * count], others[2 * count :]
+        if ctx.write_again is not None:
+            ctx.write_again()
+        group = Group(weights, A, B, ctx.scalings, masks_of(bits, ctx.scales))
+        need_x, *needs, _ = ctx.needs_input_grad
+        dtype_of_x, *dtypes = ctx.dtypes
+        with without_autocast(z):
+            grads = [
+                None if grad is None else grad.reshape(-1, grad.shape[-1]).to(z.dtype)
+                for grad in grad_outputs
+            ]
+            grad_x, grad_z = input_gradient(group, grads, need_x, needs[: 2 * count : 2])
+            rows = None if x is None else x.reshape(-1, x.shape[-1])
+            gradients = adapter_gradients(
+                group, rows, z, grads, grad_z, needs[: 2 * count], dtypes[: 2 * count]
+            )
+            gradients += bias_gradients(grads, needs[2 * count :], dtypes[2 * count :])
+        if grad_x is not None:
+            grad_x = grad_x.view(ctx.shape_of_x).to(dtype_of_x)
+        return grad_x, *gradients, None
 
 
-def group_forward(
-    ctx,
-    name: str,
-    prefixes: tuple[str, ...],
-    x: Tensor,
-    adapters: tuple[Tensor, ...],
-    biases: list[Tensor | None],
-    layers: list[FrozenLinear],
-    seed: Tensor | None,
-):
-    """Return one output for each layer that shares x. `adapters` holds an A and a B for each, and
-    `biases` is empty or holds a trained one (or None) for each."""
-    check_layers(name, prefixes, x, adapters, layers)
-    layers = with_biases(name, prefixes, layers, biases)
-    ctx.set_materialize_grads(False)  # a missing gradient is None, not zeros, in backward
-    ctx.dtypes = dtypes_of(x, *adapters, *biases)
-    ctx.scalings = tuple(layer.scaling for layer in layers)
-    ctx.shape_of_x = x.shape
-    x = x.to(compute_dtype(x))
-    rows, columns = ([n] * len(layers) for n in (x.shape[:-1].numel(), x.shape[-1]))
-    masks = draw_masks(name, seed, [layer.dropout for layer in layers], rows, columns)
-    outputs, z, group = project(x, adapters, layers, masks)
-    bits, ctx.scales = parts_of(masks)
-    # Only dA needs x. Save x itself, not its rows: autograd cannot tell whose memory a view made in
-    # here is.
-    trained = x if any(ctx.needs_input_grad[1 : 2 * len(layers) : 2]) else None
-    ctx.save_for_backward(trained, z, group.A, *group.B, *group.weights, *bits)
-    return tuple(outputs)
+class LoRA_W(LoRA_QKV):
+    """``(output,) = LoRA_W.apply(x, A, B, frozen)``: one linear layer with its adapter. With a
+    trained bias: ``LoRA_W.apply(x, A, B, bias, frozen)``."""
 
 
-def project(
-    x: Tensor,
-    adapters: Sequence[Tensor],
-    layers: Sequence[FrozenLinear],
-    masks: Masks | None,
-) -> tuple[list[Tensor], Tensor, Group]:
-    """Return new outputs [..., out] of layers that share x [..., in], z [T, r of all] and their
-    group for backward, all in x's dtype."""
-    # cast to autocast's dtype here, so autocast has nothing to cast below
-    dtype = x.dtype
-    rows = x.reshape(-1, x.shape[-1])
-    A, B = cast_adapters(adapters, dtype)
-    weights = tuple(layer.weight.to(dtype) for layer in layers)
-    scalings = tuple(layer.scaling for layer in layers)
-    group = Group(weights, A, tuple(B), scalings, None if masks is None else tuple(masks))
-    z = matmul_A(rows, A, group.ranks, masks)
-    outputs = []
-    for layer, weight, one_B, columns in zip(
-        layers, weights, B, z.split_with_sizes(group.ranks, 1), strict=True
-    ):
-        # Not a view: autograd forbids changing one in place, as RoPE may do to q.
-        output = rows.new_empty(*x.shape[:-1], weight.shape[0])
-        bias = None if layer.bias is None else layer.bias.to(dtype)
-        matmul_lora(rows, weight, columns, one_B, layer.scaling, bias, out=output)
-        outputs.append(output)
-    return outputs, z, group
+def _name_of(layers: int) -> str:
+    return (LoRA_QKV if layers > 1 else LoRA_W).__name__
 
 
-def group_backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, of each A and B, and of each bias given to `group_forward`."""
-    refuse_second_derivative(name, "the unfused layers")
-    x, z, A, *others = ctx.saved_tensors
-    count = len(grad_outputs)
-    B, weights, bits = others[:count], others[count : 2 * count], others[2 * count :]
-    if ctx.write_again is not None:
-        ctx.write_again()
-    group = Group(weights, A, B, ctx.scalings, masks_of(bits, ctx.scales))
-    need_x, *needs, _ = ctx.needs_input_grad
-    dtype_of_x, *dtypes = ctx.dtypes
-    dtypes, dtypes_of_biases = dtypes[: 2 * count], dtypes[2 * count :]
-
-    with without_autocast(z):
-        grads = [
-            None if grad is None else grad.reshape(-1, grad.shape[-1]).to(z.dtype)
-            for grad in grad_outputs
-        ]
-        needs, needs_of_biases = needs[: 2 * count], needs[2 * count :]
-        grad_x, grad_z = input_gradient(group, grads, need_x, needs[::2])
-        rows = None if x is None else x.reshape(-1, x.shape[-1])
-        gradients = adapter_gradients(group, rows, z, grads, grad_z, needs, dtypes)
-        gradients += bias_gradients(grads, needs_of_biases, dtypes_of_biases)
-    if grad_x is not None:
-        grad_x = grad_x.view(ctx.shape_of_x).to(dtype_of_x)
-    return grad_x, *gradients
+def _prefixes_of(layers: int) -> Sequence[str]:
+    """Return what stands before the name of each layer's tensors in an error."""
+    names = {1: ("",), 3: ("q_", "k_", "v_")}
+    return names.get(layers, tuple(f"layer {i}'s " for i in range(layers)))
 
 
-def dtypes_of(*tensors: Tensor | None) -> list[torch.dtype | None]:
-    """Return the dtype of each tensor, which is also its gradient's."""
-    return [None if tensor is None else tensor.dtype for tensor in tensors]
-
-
-def with_biases(
+def _with_biases(
     name: str,
     prefixes: Sequence[str],
     layers: Sequence[FrozenLinear],
@@ -298,24 +206,19 @@ def with_biases(
     return [layer._replace(bias=bias) for layer, bias in zip(layers, biases, strict=True)]
 
 
-def check_layers(
+def _check_layers(
     name: str,
-    prefixes: tuple[str, ...],
+    prefixes: Sequence[str],
     x: Tensor,
     adapters: Sequence[Tensor],
     layers: Sequence[FrozenLinear],
-    in_features: int | None = None,
 ) -> None:
-    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor.
-
-    x: the layers' input, or with in_features another tensor of its dtype and device.
-    """
-    if in_features is None:
-        in_features = layers[0].weight.shape[1]
-        if x.ndim == 0 or x.shape[-1] != in_features:
-            raise ValueError(
-                f"{name}: x is {list(x.shape)}, its last dimension should be {in_features}"
-            )
+    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
+    in_features = layers[0].weight.shape[1]
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"{name}: x is {list(x.shape)}, its last dimension should be {in_features}"
+        )
     dtype = compute_dtype(x)
     for prefix, A, B, layer in zip(prefixes, adapters[::2], adapters[1::2], layers, strict=True):
         out_features = layer.weight.shape[0]

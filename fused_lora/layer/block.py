@@ -113,6 +113,10 @@ class Gradient(NamedTuple):
     total: Tensor  # [T, hidden], in the residual's dtype
     incoming: Incoming | None  # as the last projection of the block before reads it; None: as it is
 
+    def of_rows(self, rows: slice) -> "Gradient":
+        incoming = self.incoming and self.incoming.rows
+        return Gradient(self.total[rows], None if incoming is None else Incoming(incoming[rows]))
+
 
 class BlockBackward:
     """The two ends of a block's backward, and what they share.
@@ -126,6 +130,8 @@ class BlockBackward:
         kinds: Kinds | None, sums: AdapterSums,
     ):  # fmt: skip
         self.frame, self.dropouts, self.sums = frame, dropouts, sums
+        self.trained = adapters, needed, kinds
+        self.grad_x: Gradient | None = None  # memory for the gradient of x; None: new
         *self.adapters, self.last_adapter = adapters
         *self.need, self.need_last = needed.adapters
         self.mixer_grads: tuple[Tensor | None, ...] = (None, None)  # of a mixer's result and gate
@@ -192,12 +198,19 @@ class BlockBackward:
             return Gradient(*before.frame.output.buffer.norm_backward(
                 grad_n, grad_residual, x, frame.norm, rstd, norm_grad, is_read
             )), p  # fmt: skip
-        # as wide as the backward of the layer before needs it, which then copies nothing
-        wide = empty_rows(x, len(x), max(frame.columns_before, x.shape[1]))
-        grad_x = wide[:, : x.shape[1]]
-        norm_backward(grad_n, grad_residual, x, frame.norm, rstd, grad_x, norm_grad)
-        # under autocast the residual may be fp32, and the layer before casts its gradient
-        return Gradient(grad_x, Incoming(wide) if x.dtype == group.A.dtype else None), p
+        grad_x = self.grad_x or self.new_gradient(x, None)
+        norm_backward(grad_n, grad_residual, x, frame.norm, rstd, grad_x.total, norm_grad)
+        return grad_x, p
+
+    def new_gradient(self, x: Tensor, before: "BlockBackward | None") -> Gradient:
+        """Return memory for the gradient of x, as wide as who takes it next needs it: the block
+        before, or the layer before, which then copies nothing."""
+        frame = self.frame
+        columns = frame.columns_before if before is None else before.frame.output.grad_columns
+        wide = empty_rows(x, len(x), max(columns, x.shape[1]))
+        # under autocast the residual may be fp32, and who takes its gradient casts it
+        incoming = Incoming(wide) if x.dtype == frame.output.A.dtype else None
+        return Gradient(wide[:, : x.shape[1]], incoming)
 
     def sum_inputs(self, entered: Entered, p: Tensor | None, grad: Tensor) -> list[Adapter]:
         """Return the gradients of the adapters that share the norm. grad: of what they gave."""

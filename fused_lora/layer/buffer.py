@@ -48,6 +48,10 @@ class Dropout(NamedTuple):
     masks: Masks
     blocks: tuple[int, ...]
 
+    def of_rows(self, rows: slice) -> "Dropout":
+        """Return the masks of these rows, the first of which begins a word."""
+        return Dropout([mask and mask.of_rows(rows) for mask in self.masks], self.blocks)
+
 
 class ProductInput(NamedTuple):
     """The rows that a product has read, [x | z], as backward needs them."""

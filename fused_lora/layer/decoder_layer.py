@@ -129,7 +129,7 @@ class DecoderLayer(torch.autograd.Function):
                 output = total.detach().view(output.shape)
         store(ctx, Saved(
             hidden if found is None and blocks[0].frame.adds else None, hidden.dtype,
-            tuple(totals), tuple(map(_for_backward, blocks)), tuple(all_saved), adapters,
+            tuple(totals), tuple(map(_without_seed, blocks)), tuple(all_saved), adapters,
             tuple(all_dropouts), tuple(map(kinds_of, every)),
         ))  # fmt: skip
         return hidden.new_zeros(1).expand(hidden.shape) if output is None else output
@@ -178,13 +178,12 @@ def _with_others(block: Any, trained: Trained) -> Any:
     return block._replace(frame=block.frame.with_others(name, trained))
 
 
-def _for_backward(block: Any) -> Any:
-    """Return the block without the tensors that backward does not read."""
-    common = block.frame
-    if common.seed is None and not common.trains_others:
-        return block
-    inputs, output = (one.with_own_bias(None) for one in (common.inputs, common.output))
-    return block._replace(frame=common._replace(inputs=inputs, output=output, seed=None))
+def _without_seed(block: Any) -> Any:
+    return (
+        block._replace(frame=block.frame._replace(seed=None))
+        if block.frame.seed is not None
+        else block
+    )
 
 
 def _by_block(values: Sequence, blocks: Blocks) -> Iterator[Trained]:

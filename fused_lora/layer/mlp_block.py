@@ -19,8 +19,15 @@ Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008; r = 32, bf16) it sav
 input 4.1, [m|zm] 4.2, gu 44.0, zh and rstd 0.1. Under checkpointing the forward runs twice, and
 keeps zh from the first time (`rerun.once`). That is 64 bytes a token, and saves the second SwiGLU.
 The gate's activation may be GELU by tanh (Gemma): a flag of the same kernels.
+
+While the MLP of a long row runs backward, gu, dgu, h and dh would be most of what a checkpointed
+layer needs: 129 kB a token here, 168 KiB of Llama-3.1-8B. As each row is by itself, they exist for
+one tile of rows at a time. The block then saves x and zh alone, its second forward computes
+nothing, and backward goes from tile to tile: what the forward saves of these rows, and their
+gradients at once. Gradients of what is trained add up over tiles in fp32, in the order of the rows.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,13 +35,14 @@ from torch import Tensor
 
 from fused_mlp.utils import check_activation
 
-from ..rerun import once
+from ..rerun import is_recomputed, once
 from .adapter_sums import new_swiglu_gradients
 from .block import BlockBackward, Entered, Gradient, add_norm_of, adds_to_copy
 from .buffer import Dropout
 from .filling import Adapter
 from .operands import Dropouts, Frame
 from .residual import Normed
+from .tiles import TiledBackward, tiles_of
 
 
 class SavedMLP(NamedTuple):
@@ -44,6 +52,13 @@ class SavedMLP(NamedTuple):
     gate_up: Tensor
     z_down: Tensor  # h A' of down
     normed: Normed | None  # what down gave, where that is normed
+
+
+class SavedTiles(NamedTuple):
+    """Instead, where backward goes through tiles of rows."""
+
+    z_down: Tensor
+    tiles: Sequence[slice]
 
 
 class MLPBlock(NamedTuple):
@@ -66,15 +81,35 @@ class MLPBlock(NamedTuple):
 
     def forward(
         self, x: Tensor, output: Tensor | None, dropouts: Dropouts
-    ) -> tuple[Tensor | None, SavedMLP]:
+    ) -> tuple[Tensor | None, SavedMLP | SavedTiles]:
         """Return total, in output if that is given and else not at all, and what backward needs."""
-        frame, inputs = self.frame, self.frame.inputs
-        gate_up, m, rstd = inputs.buffer.project_norm(
-            x, frame.norm, inputs.base_bias, dropouts.inputs,
+        tiles = tiles_of(len(x)) if is_recomputed() else []
+        if len(tiles) > 1:
+            return output, self._forward_in_tiles(x, output, dropouts, tiles)
+        entered, gate_up = self._enter(x, output, dropouts)
+
+        def add() -> tuple[Tensor, Normed | None]:
+            return self._add_activated(gate_up, x, output, dropouts.output)
+
+        if self.frame.norm_after is not None:
+            return output, SavedMLP(entered, gate_up, *add())
+        if output is None:
+            (z,) = once(lambda: add()[:1], is_small=True)
+        else:
+            z, _ = add()
+            (z,) = once(lambda: (z,), is_small=True)  # a recompute without output: no SwiGLU then
+        return output, SavedMLP(entered, gate_up, z, None)
+
+    def _enter(
+        self, x: Tensor, output: Tensor | None, dropouts: Dropouts
+    ) -> tuple[Entered, Tensor]:
+        """Return the norm of x, which down adds to in output, and gate and up of it."""
+        frame = self.frame
+        gate_up, m, rstd = frame.inputs.buffer.project_norm(
+            x, frame.norm, frame.inputs.base_bias, dropouts.inputs,
             output if adds_to_copy(frame, dropouts.output) else None,
         )  # fmt: skip
-        z_down, normed = self._add_activated(gate_up, x, output, dropouts.output)
-        return output, SavedMLP(Entered(m, rstd), gate_up, z_down, normed)
+        return Entered(m, rstd), gate_up
 
     def _add_activated(
         self, gate_up: Tensor, x: Tensor, output: Tensor | None, dropout: Dropout | None
@@ -88,23 +123,57 @@ class MLPBlock(NamedTuple):
                 gate_up, residual, total, down.base_bias, frame.multiplier, self.activation, dropout
             )
 
-        if frame.norm_after is not None:
-            projected = torch.zeros_like(x)
-            z = add(projected, projected)
-            target = torch.empty_like(x) if output is None else output
-            return z, add_norm_of(x, projected, frame.norm_after, target)
-        if output is None:
-            (z,) = once(lambda: (add(x, None),), is_small=True)
-        else:
-            z = add(x, output)
-            (z,) = once(lambda: (z,), is_small=True)  # a recompute without output: no SwiGLU then
-        return z, None
+        if frame.norm_after is None:
+            return add(x, output), None
+        projected = torch.zeros_like(x)
+        z = add(projected, projected)
+        target = torch.empty_like(x) if output is None else output
+        return z, add_norm_of(x, projected, frame.norm_after, target)
+
+    def _forward_in_tiles(
+        self, x: Tensor, output: Tensor | None, dropouts: Dropouts, tiles: Sequence[slice]
+    ) -> SavedTiles:
+        def add(rows: slice) -> Tensor:
+            assert output is not None
+            of_tile = dropouts.of_rows(rows)
+            _, gate_up = self._enter(x[rows], output[rows], of_tile)
+            z, _ = self._add_activated(gate_up, x[rows], output[rows], of_tile.output)
+            return z
+
+        every_z = [] if output is None else [add(rows) for rows in tiles]
+        (z_down,) = once(lambda: (torch.cat(every_z),), is_small=True)
+        return SavedTiles(z_down, tiles)
 
     def backward(
+        self, run: BlockBackward, x: Tensor, saved: SavedMLP | SavedTiles, gradient: Gradient,
+        need_x: bool, before: BlockBackward | None,
+    ) -> tuple[Gradient | None, tuple]:  # fmt: skip
+        """Return the gradients of x, None if nothing needs it, and of what the block trains."""
+        if isinstance(saved, SavedMLP):
+            return self._backward(run, x, saved, gradient, need_x, before)
+        tiled = TiledBackward(run, x, gradient, before)
+        for rows in saved.tiles:
+            tile, its_gradient = tiled.of_rows(rows)
+            tiled.add(self._backward_tile(tile, x[rows], saved.z_down[rows], its_gradient, need_x))
+        return tiled.grad_x if need_x else None, tiled.trained()
+
+    def _backward_tile(
+        self, run: BlockBackward, x: Tensor, z_down: Tensor, gradient: Gradient, need_x: bool
+    ) -> tuple:
+        """Compute what `backward` reads, and return the gradients of what the block trains."""
+        entered, gate_up = self._enter(x, None, run.dropouts)
+        normed = None
+        if self.frame.norm_after is not None:
+            z_down, normed = self._add_activated(gate_up, x, None, run.dropouts.output)
+        saved = SavedMLP(entered, gate_up, z_down, normed)
+        _, gradients = self._backward(run, x, saved, gradient, need_x, None)
+        run.sums.compute()
+        return gradients
+
+    def _backward(
         self, run: BlockBackward, x: Tensor, saved: SavedMLP, gradient: Gradient, need_x: bool,
         before: BlockBackward | None,
     ) -> tuple[Gradient | None, tuple]:  # fmt: skip
-        """Return the gradients of x, None if nothing needs it, and of what the block trains."""
         gate_up, down, dropouts = self.frame.inputs, self.frame.output, run.dropouts
         entered = saved.entered
         g = run.output_gradient(gradient, saved.normed)

@@ -159,6 +159,10 @@ class Dropouts(NamedTuple):
     inputs: Dropout | None = None
     output: Dropout | None = None
 
+    def of_rows(self, rows: slice) -> "Dropouts":
+        """Return the masks of these rows, the first of which begins a word."""
+        return Dropouts(*(one and one.of_rows(rows) for one in self))
+
 
 def draw_dropouts(name: str, frame: Frame, tokens: int, of_output: bool = True) -> Dropouts:
     """Draw the masks of the inputs of a block's projections. Each is the same, whichever others

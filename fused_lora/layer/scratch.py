@@ -15,6 +15,8 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from fused_mlp.launching import is_capturing
+
 from ..kernels.dequantize_4bit import Dequantize4bit
 from ..kernels.packed_4bit import Packed4bit
 from .buffer import Buffer
@@ -27,19 +29,21 @@ class Scratch:
     """Memory that layers, or functions of parts, take in turns.
 
     holder: the serial of the one whose weights lie in it. key: of the adapters in a layer's border.
+    is_captured: the replay of a CUDA graph may write into it, which nobody notices.
     """
 
     def __init__(self, memory: Tensor):
         self.memory = memory
         self.holder = -1
         self.key: tuple | None = None
+        self.is_captured = False
 
 
 class Scratches(dict[Hashable, Scratch]):
     """The memory of a model, by shape. A copy is empty, because a copied model makes its own."""
 
     def __reduce__(self):
-        return Scratches, ()
+        return type(self), ()
 
 
 class ScratchBuffer(Buffer):
@@ -84,8 +88,10 @@ class ScratchBuffer(Buffer):
 
     @property
     def key(self) -> tuple | None:
-        """That of the adapters; None where another layer's weights lie in the matrix."""
-        return self._scratch.key if self._scratch.holder == self.serial else None
+        """That of the adapters; None where another layer's weights may lie in the matrix."""
+        scratch = self._scratch
+        may_differ = scratch.is_captured and not is_capturing(scratch.memory)
+        return None if may_differ or scratch.holder != self.serial else scratch.key
 
     @key.setter
     def key(self, key: tuple | None) -> None:
@@ -98,6 +104,7 @@ class ScratchBuffer(Buffer):
         key = *(one.serial for one in buffers), *(code.data_ptr() for code in codes)
         buffers[0]._dequantize.write(key, lambda: _packed_in(buffers))
         for buffer in buffers:
+            buffer._scratch.is_captured |= is_capturing(buffer.matrix)
             for plain, to in buffer._plain:
                 to.copy_(plain)
 

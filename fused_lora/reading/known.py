@@ -1,6 +1,5 @@
 """Checks that we know a module's class (`families.py`) and that nobody has patched it."""
 
-from functools import cache
 from typing import Any
 
 from peft.utils import ModulesToSaveWrapper
@@ -15,7 +14,7 @@ from .forms import LayerForm
 
 def known_form(module: nn.Module, kind: str) -> Any:
     """Return the form of a module's class (`families.py`), None if we do not know it as `kind`."""
-    return _form_of(own_class(module), kind)
+    return FORMS[kind].get(_full_name(own_class(module)))
 
 
 def layer_form(module: nn.Module) -> LayerForm:
@@ -35,11 +34,6 @@ def inner_norm(layer: nn.Module) -> Any:
     return getattr(layer, form.before_mlp or form.after_attention, None)
 
 
-@cache
-def _form_of(cls: type, kind: str) -> Any:  # called several times in every forward of a layer
-    return FORMS[kind].get(_full_name(cls))
-
-
 def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -52,7 +46,7 @@ def why_not_class(module: nn.Module, kind: str) -> str | None:
     cls = own_class(module)
     if cls is ModulesToSaveWrapper:
         return "it is trained whole: leave it out of modules_to_save"
-    if _form_of(cls, kind) is None:
+    if known_form(module, kind) is None:
         return f"{cls.__name__} is not {KNOWN_TO[kind]} (see fused_lora/docs/support.md)"
     method = METHODS.get(kind, "forward")
     return (

@@ -48,10 +48,6 @@ BASE_IS_TRAINED = "its base weight is trained: freeze it, requires_grad_(False)"
 CAST = "cast the model to bfloat16, float16 or float32"
 
 
-# The forwards of classes that are as their library has them.
-_UNPATCHED: dict[type, Any] = {}
-
-
 class Projection(NamedTuple):
     """x W' + bias + scaling (dropout(x) A' B' + lora_bias). Without an adapter A and B have
     rank 0."""
@@ -288,10 +284,6 @@ def why_call(module: nn.Module, own_forward: bool = True, may_be_apart: bool = F
         if is_fsdp(cls) and not may_be_apart:
             return APART
         return "it has hooks, which a fused function would not call: remove them"
-    if "forward" not in vars(module) and _UNPATCHED.get(cls) is cls.forward:
-        return None  # true of nearly all of a layer's 40 calls
     if own_forward and not has_own_forward(module) and fused_parts_of(module) != STAND_IN:
         return why_not_own_forward(module) or "its forward has been replaced by something else"
-    if (reason := why_patched(cls)) is None:
-        _UNPATCHED[cls] = cls.forward
-    return reason
+    return why_patched(cls)

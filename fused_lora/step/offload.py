@@ -3,39 +3,59 @@
 Copies run on a separate stream. The GPU memory that they read and write belongs to the compute
 stream, which waits for a copy before it frees that memory. `Tensor.record_stream` would leave this
 to the allocator. During a capture the allocator frees nothing, and would allocate pinned memory,
-which CUDA forbids. We keep host memory and reuse it. Only the copy stream touches it, so reuse is
-in order.
+which CUDA forbids. We keep host memory (`host_memory.py`) and reuse it. Only the copy stream
+touches it, so reuse is in order.
+
+Inputs come first: each must wait somewhere. Attention's output and the sum after it, which `once`
+keeps, take twice as much again and only spare a recompute. A layer keeps them if there is also room
+for the inputs of all layers to come, so the first layers do, as many as fit.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fused_mlp.launching import is_capturing, next_power_of_2
+from fused_mlp.launching import is_capturing
+
+from ..rerun import Keep
+from ..telling import warn
+from .host_memory import HostMemory, Taken, default_limit
 
 # Smaller tensors are not worth a copy to the host: copying one takes as long as copying 2 MiB.
 OFFLOAD_BYTES = 2 * 2**20
+# What a layer's `once` may keep, in sizes of its input, until we have seen one. Llama-3-8B keeps
+# 2.0, Qwen3-4B 2.6, Qwen3.5 with its gates more.
+UNSEEN_KEPT = 5.0
 
 
 class Offload:
     """Host memory and copy streams for the tensors that one model saves.
 
-    Host memory comes in powers of two, grows to the most ever in use of each size, and is never
-    freed. CUDA graphs captured with it hold its addresses: keep this alive as long as they live.
+    limit_bytes: how much host memory to take at most; None: `default_limit` of the first forward.
+
+    Host memory grows to the most ever in use and is never freed. CUDA graphs captured with it hold
+    its addresses: keep this alive as long as they live.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
         self._copies: dict[torch.device, Any] = {}  # the copy stream of each device
-        self._free: dict[tuple[str, int], list[Tensor]] = {}  # host memory, by user and size
         self._layer: _Layer | None = None
+        self._most_kept = 0.0  # by a layer's `once`, in sizes of its input
+        self._said_full = False
 
     def __reduce__(self):
-        return Offload, ()  # a copied model starts without host memory
+        return Offload, (self.limit_bytes,)  # a copied model starts without host memory
+
+    @cached_property
+    def memory(self) -> HostMemory:
+        return HostMemory(default_limit() if self.limit_bytes is None else self.limit_bytes)
 
     def start(self) -> None:
         """Begin a new forward: its first layer has no layer before it."""
@@ -48,6 +68,21 @@ class Offload:
         self._layer = _Layer(self._layer)
         return saved_tensors_hooks(self.out, self.back)
 
+    def keep(self, given: Tensor, inputs: int) -> Keep | None:
+        """Return how `once` keeps results of the next layer, which gets `given`. None if there is
+        no room for them beside the inputs of this and further layers, `inputs` in all."""
+        room = self.memory.room(is_capturing(given)) - inputs * given.nbytes
+        if room < (self._most_kept or UNSEEN_KEPT) * given.nbytes:
+            return None
+        return Keep(partial(self._out_kept, given.nbytes), self.back)
+
+    def _out_kept(self, input_bytes: int, tensor: Tensor) -> "Tensor | _Offloaded":
+        saved = self.out(tensor)
+        if isinstance(saved, _Offloaded):
+            saved.layer.kept_bytes += tensor.nbytes
+            self._most_kept = max(self._most_kept, saved.layer.kept_bytes / input_bytes)
+        return saved
+
     def finish(self) -> None:
         """End a forward whose backward is captured on its own: its copies end with it."""
         if self._layer is not None:
@@ -59,29 +94,38 @@ class Offload:
             return tensor
         if tensor.device not in self._copies:
             self._copies[tensor.device] = torch.cuda.Stream(tensor.device)
-        free = self._free_for(tensor)
-        memory = free.pop() if free else _pinned(next_power_of_2(tensor.nbytes))
+        taken = self.memory.take(tensor.nbytes, is_capturing(tensor))
+        if taken is None:
+            self._say_full()
+            return tensor
         assert self._layer is not None
-        return _Offloaded(tensor, memory, free.append, self._copies[tensor.device], self._layer)
+        return _Offloaded(tensor, taken, self._copies[tensor.device], self._layer)
 
     @staticmethod
     def back(saved: "Tensor | _Offloaded") -> Tensor:
         """Bring back a tensor that `out` took."""
         return saved if isinstance(saved, Tensor) else saved.fetch()
 
-    def _free_for(self, tensor: Tensor) -> list[Tensor]:
-        """Return the free host memory for a tensor's size: a list to take from and give back to."""
-        size = next_power_of_2(tensor.nbytes)
-        eager, captured = (
-            self._free.setdefault((whose, size), []) for whose in ("eager", "captured")
+    def _say_full(self) -> None:
+        if not self._said_full:
+            self._said_full = True
+            warn(
+                f"checkpoint: {self.memory.limit_bytes / 2**30:.1f} GiB of host memory do not hold "
+                "the inputs of all layers, and the rest stays on the GPU: raise host_gib, or train "
+                "on shorter rows"
+            )
+
+    def __str__(self) -> str:
+        """Say what the last forward put into host memory. Empty before the first."""
+        if "memory" not in vars(self):
+            return ""
+        layers = [*_from(self._layer)]
+        inputs = sum(bool(layer.tensors) for layer in layers)
+        kept = sum(bool(layer.kept_bytes) for layer in layers)
+        return (
+            f"{self.memory.pinned_bytes / 2**30:.1f} of {self.memory.limit_bytes / 2**30:.1f} GiB: "
+            f"inputs of {inputs} of {len(layers)} layers, attention of {kept}"
         )
-        if not is_capturing(tensor):
-            return eager
-        # A replay overwrites this memory no matter who is using it. Graphs can share it, because
-        # each is done with it before the next one runs. Eager calls must not.
-        captured += eager
-        eager.clear()
-        return captured
 
 
 def _is_worth_it(tensor: Tensor) -> bool:
@@ -94,6 +138,7 @@ class _Layer:
     def __init__(self, before: "_Layer | None"):
         self.before = before  # backward needs it next
         self.tensors: list[weakref.ref[_Offloaded]] = []
+        self.kept_bytes = 0  # by `once`
 
     def let_go(self) -> None:
         for offloaded in self._alive():
@@ -107,33 +152,38 @@ class _Layer:
         return [offloaded for tensor in self.tensors if (offloaded := tensor()) is not None]
 
 
+def _from(layer: "_Layer | None") -> "Iterator[_Layer]":
+    """Yield a layer and those before it."""
+    while layer is not None:
+        yield layer
+        layer = layer.before
+
+
 class _Offloaded:
-    """A tensor in host memory, which also lies on the GPU while a copy is in flight.
+    """A tensor in host memory, which also lies on the GPU while a copy is in flight. It comes back
+    without gaps. layer: the layer that saved it."""
 
-    give_back: called with the memory when the tensor is dropped. layer: the layer that saved it.
-    """
-
-    def __init__(
-        self,
-        tensor: Tensor,
-        memory: Tensor,
-        give_back: Callable[[Tensor], None],
-        copies: Any,
-        layer: _Layer,
-    ):
-        self.memory, self.give_back, self.copies, self.layer = memory, give_back, copies, layer
+    def __init__(self, tensor: Tensor, taken: Taken, copies: Any, layer: _Layer):
+        self.taken, self.copies, self.layer = taken, copies, layer
         layer.tensors.append(weakref.ref(self))
-        self.device = tensor.device
-        self.host = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self.on_gpu: Tensor | None = tensor
-        self._copy(self.host, tensor)
+        self.device, self.dtype, self.shape = tensor.device, tensor.dtype, tensor.shape
+        self.on_gpu: Tensor | None = tensor.contiguous()
+        self._copy(out=True)
 
-    def _copy(self, to: Tensor, source: Tensor) -> None:
+    def _copy(self, out: bool) -> None:
+        assert self.on_gpu is not None
         self.user = torch.cuda.current_stream(self.device)
         self.copies.wait_stream(self.user)
+        sizes = [len(piece) for piece in self.taken.pieces]
         with torch.cuda.stream(self.copies):
-            to.copy_(source, non_blocking=True)
+            on_gpu = self.on_gpu.view(-1).view(torch.uint8).split(sizes)
+            for there, here in zip(self.taken.pieces, on_gpu, strict=True):
+                to, source = (there, here) if out else (here, there)
+                to.copy_(source, non_blocking=True)
             self.copied = self.copies.record_event()
+
+    def _memory(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def let_go(self) -> None:
         """Free the memory on the GPU once it is copied."""
@@ -143,8 +193,8 @@ class _Offloaded:
 
     def prefetch(self) -> None:
         if self.on_gpu is None:
-            self.on_gpu = torch.empty_like(self.host, device=self.device)
-            self._copy(self.on_gpu, self.host)
+            self.on_gpu = self._memory()
+            self._copy(out=False)
 
     def fetch(self) -> Tensor:
         """Return the tensor on its GPU, and start bringing back those of the layer before it."""
@@ -160,8 +210,4 @@ class _Offloaded:
         # after a failed capture its events cannot be waited for, and nothing of it ever runs
         with suppress(RuntimeError):
             self.let_go()
-        self.give_back(self.memory)
-
-
-def _pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.taken.give_back()

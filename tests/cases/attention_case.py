@@ -6,7 +6,7 @@ A case is (x, adapters, frozen, grad_outputs): of one layer for LoRA_W, of three
 import torch
 from cases.reference import adapted_linear, masks_drawn, random
 
-from fused_lora.functions.lora_linear import FrozenLinear, FrozenQKV
+from fused_lora.functions.lora_linear import FrozenLayers, FrozenLinear
 
 IN, OUT = 52, (71, 23, 37)  # multiples of nothing
 SCALINGS = (2.0, 0.5, 1.5)
@@ -25,32 +25,14 @@ def with_trained(layers, biases):
     return [layer._replace(bias=bias) for layer, bias in zip(layers, biases, strict=True)]
 
 
-def lora_w(x, A, B, *rest):
-    *biases, frozen = rest
-    (frozen,) = with_trained([frozen], biases)
-    return adapted(x, A, B, frozen, frozen.seed, frozen.dropout, 0)
-
-
-def lora_qkv(x, q_A, q_B, k_A, k_B, v_A, v_B, *rest):
-    *biases, frozen = rest
-    q, k, v = with_trained(frozen.layers, biases)
-    q_drawn, k_drawn, v_drawn = masks_drawn(q.dropout, k.dropout, v.dropout)
-    return (
-        adapted(x, q_A, q_B, q, frozen.seed, *q_drawn),
-        adapted(x, k_A, k_B, k, frozen.seed, *k_drawn),
-        adapted(x, v_A, v_B, v, frozen.seed, *v_drawn),
-    )
-
-
-def lora_group(x, *rest):
-    """Without trained biases, which LoRA_QKV shares with it."""
-    *adapters, frozen = rest
-    drawn = masks_drawn(*(layer.dropout for layer in frozen.layers))
+def lora_linears(x, *rest):
+    *trained, frozen = rest
+    count = 2 * len(frozen.layers)
+    adapters, layers = trained[:count], with_trained(frozen.layers, trained[count:])
+    drawn = masks_drawn(*(layer.dropout for layer in layers))
     return tuple(
         adapted(x, A, B, layer, frozen.seed, *mask)
-        for A, B, layer, mask in zip(
-            adapters[::2], adapters[1::2], frozen.layers, drawn, strict=True
-        )
+        for A, B, layer, mask in zip(adapters[::2], adapters[1::2], layers, drawn, strict=True)
     )
 
 
@@ -69,6 +51,9 @@ def make_case(
         biases.append(random(out, seed=40 + i, **options) if bias else None)
         grad_outputs.append(random(*shape, out, seed=50 + i, device=device, dtype=dtype))
     x = random(*shape, IN, seed=1, device=device, dtype=dtype)
-    if layers == 1:
-        return x, adapters, FrozenLinear(weights[0], biases[0], SCALINGS[0]), grad_outputs
-    return x, adapters, FrozenQKV(*weights, *biases, *SCALINGS), grad_outputs
+    return (
+        x,
+        adapters,
+        FrozenLayers(tuple(map(FrozenLinear, weights, biases, SCALINGS))),
+        grad_outputs,
+    )

@@ -25,7 +25,7 @@ OUTPUT_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm",
 AROUND = (*USUAL["rms_norm"], "pre_feedforward_layernorm", "post_feedforward_layernorm")
 GLM_NORMS = (*USUAL["rms_norm"], "post_self_attn_layernorm", "post_mlp_layernorm")
 PARTS = tuple(part for part in SWITCHES if part != "fp8_lm_head")  # fused_lora/docs/support.md's
-OF_ATTENTION = ("LoRA_Attention", "LoRA_QKV", "LoRA_Group", "LoRA_W", "RoPE")
+OF_ATTENTION = ("LoRA_Attention", "LoRA_QKV", "LoRA_W", "RoPE")
 ONE, APART = {"LoRA_Attention": 2}, {"LoRA_QKV": 2, "LoRA_W": 2, "RoPE": 2}
 TEXT = {
     "vocab_size": 96,
@@ -204,7 +204,7 @@ QWEN_3_5_PARTS = {
               "rope": ("1:self_attn",),
               "rms_norm": (*USUAL["rms_norm"], "0:linear_attn.norm", "1:self_attn.q_norm",
                            "1:self_attn.k_norm")},
-    "functions": {"LoRA_Group": 1, "LoRA_QKV": 1, "LoRA_W": 2, "RoPE": 1},
+    "functions": {"LoRA_Attention": 1, "LoRA_QKV": 1, "LoRA_W": 1},
     "in_layers": {"BeforeMixer": 1},
 }  # fmt: skip
 

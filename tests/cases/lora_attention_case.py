@@ -13,7 +13,7 @@ from cases.rms_norm_case import eager_rms_norm
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fused_lora.functions.lora_linear import FrozenLinear, FrozenQKV
+from fused_lora.functions.lora_linear import FrozenLinear
 from fused_lora.kernels.head_norms import HeadNorms
 from fused_lora.layer.attention_block import AttentionBlock
 from fused_lora.layer.decoder_layer import LoRA_Attention
@@ -29,8 +29,7 @@ IN, OUT = 52, 44  # not multiples of a tile
 class FrozenAttention(NamedTuple):
     """The operands of an attention that it does not train. Its seed serves all four masks."""
 
-    qkv: FrozenQKV
-    o: FrozenLinear
+    layers: tuple[FrozenLinear, ...]  # q, k, v and o
     head_dim: int
     scaling: float
     head_norms: HeadNorms | None = None
@@ -69,9 +68,8 @@ def make(
         weight = random(out, inputs, seed=30 + i, scale=small * inputs**-0.5, **options)
         one_bias = random(out, seed=40 + i, scale=small, **options) if bias else None
         layers.append(FrozenLinear(weight, one_bias, (2.0, 0.5, 1.5, 0.75)[i]))
-    weights, biases, scalings, *_ = zip(*layers[:3], strict=True)
     frozen = FrozenAttention(
-        FrozenQKV(*weights, *biases, *scalings), layers[3], head_dim, head_dim**-0.5,
+        tuple(layers), head_dim, head_dim**-0.5,
         head_norms(*((heads, kv_heads) if norms == "together" else (1, 1)), head_dim, **options)
         if norms else None, window=window,
         sinks=None if window is None else random(heads, seed=50, **options),
@@ -116,7 +114,7 @@ def lora_attention(x, cos, sin, mask, *rest):
     """Run LoRA_Attention on buffers that hold the weights in the dtype of the computation."""
     *adapters, frozen = rest
     adapters, biases = adapters[:8], adapters[8:]
-    dtype, layers = compute_dtype(x), (*frozen.qkv.layers, frozen.o)
+    dtype, layers = compute_dtype(x), frozen.layers
     known, key = KNOWN.setdefault(layers[0].weight, {}), (dtype, bool(biases))
     if key not in known:
         bases = [base_of(layer, dtype, not biases) for layer in layers]
@@ -145,9 +143,7 @@ def lora_attention(x, cos, sin, mask, *rest):
 
 def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):
     *biases, frozen = rest
-    layers = q_layer, k_layer, v_layer, o_layer = with_trained(
-        [*frozen.qkv.layers, frozen.o], biases
-    )
+    layers = q_layer, k_layer, v_layer, o_layer = with_trained(frozen.layers, biases)
     *masks, mask_of_o = masks_drawn(*(one.dropout for one in layers))
 
     def heads_of(A, B, layer, drawn):

@@ -17,12 +17,11 @@ from cases.reference import ADAPTER_NAMES, random
 from torch import Tensor
 
 from fused_lora.functions.causal_conv import Conv
-from fused_lora.functions.lora_group import FrozenGroup
+from fused_lora.functions.lora_linear import FrozenLayers
 from fused_lora.functions.rms_norm import rms_norm
 from fused_lora.kernels.routed_rows import SWIGLU
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-OF_QKV_DROPOUT = ("q_dropout", "k_dropout", "v_dropout")
 OF_W = ("x", "A", "B")
 OF_GROUP = ("x", *(f"{layer}_{one}" for layer in "qzba" for one in "AB"))
 OF_QKV = ("x", "q_A", "q_B", "k_A", "k_B", "v_A", "v_B")
@@ -47,9 +46,15 @@ def in_dtypes(adapters, adapter_dtype):
 
 def with_dropout(frozen, device, *dropouts):
     """What is frozen, with these in its fields of dropout, and a seed."""
-    names = [name for name in frozen._fields if name.endswith("dropout")]
     seed = torch.tensor([-77 * 2**32 + 5], device=device)
+    if isinstance(frozen, FrozenLayers):
+        return FrozenLayers(drops(frozen.layers, dropouts), seed)
+    names = [name for name in frozen._fields if name.endswith("dropout")]
     return frozen._replace(**dict(zip(names, dropouts, strict=True)), seed=seed)
+
+
+def drops(layers, dropouts):
+    return tuple(one._replace(dropout=p) for one, p in zip(layers, dropouts, strict=True))
 
 
 def make_lora_mlp(
@@ -79,15 +84,15 @@ def make_group(shape, *, r=(8, 4, 8, 1), dropout=None, **options):
     case = make_linear(3)(shape, r=(*r[:2], r[3]), **options)
     x, q_A, q_B, z_A, z_B, a_A, a_B, frozen = case.inputs.values()
     q, z, a = frozen.layers
-    drops = dropout or (0.0,) * 4
-    layers = [one._replace(dropout=p) for one, p in zip((q, z, z, a), drops, strict=True)]
-    seed = torch.tensor([-77 * 2**32 + 5], device=x.device) if dropout else None
+    frozen = FrozenLayers((q, z, z, a))
+    if dropout is not None:
+        frozen = with_dropout(frozen, x.device, *dropout)
     b_A, b_B = (random(*size, seed=7, device=x.device).to(z_A.dtype)
                 for size in ((r[2], x.shape[-1]), (len(z.weight), r[2])))  # fmt: skip
     adapters = (q_A, q_B, z_A, z_B, b_A, b_B, a_A, a_B)
     inputs = dict(zip(OF_GROUP, (x, *adapters), strict=True))
     gradients = [case.gradients[i] for i in (0, 1, 1, 2)]
-    return Case(inputs | {"frozen": FrozenGroup(tuple(layers), seed)}, gradients)
+    return Case(inputs | {"frozen": frozen}, gradients)
 
 
 def make_linear(layers):
@@ -144,10 +149,7 @@ def make_lora_attention(shape, *, dtype, device, r=8, adapter_dtype=None, dropou
     inputs[4:-1] = in_dtypes(inputs[4:-1], adapter_dtype or dtype)
     if dropout is not None:
         frozen = with_dropout(inputs[-1], device)
-        inputs[-1] = frozen._replace(
-            qkv=frozen.qkv._replace(**dict(zip(OF_QKV_DROPOUT, dropout, strict=False))),
-            o=frozen.o._replace(dropout=dropout[3]),
-        )
+        inputs[-1] = frozen._replace(layers=drops(frozen.layers, dropout))
     names = ("x", "cos", "sin", "mask", *lora_attention_case.NAMES, "frozen")
     return Case(dict(zip(names, inputs, strict=True)), [gradient])
 

@@ -27,10 +27,13 @@ def trained(t):
 
 
 def changed(value, fields, change):
-    """Return a tensor, or named tuples around one, with this change."""
+    """Return a tensor, or tuples around one, with this change. A field is a name or a place."""
     if not fields:
         return change(value)
     first, *others = fields
+    if first.isdigit():
+        place = int(first)
+        return *value[:place], changed(value[place], others, change), *value[place + 1 :]
     return value._replace(**{first: changed(getattr(value, first), others, change)})
 
 

@@ -113,6 +113,10 @@ def test_fusing_is_reported_and_fusing_again_changes_nothing_and_unfuse_restores
                  "selective needs checkpoint_gib, .* a number of GiB; got nan$"),
                 ({"checkpoint": "full", "checkpoint_gib": 3.0}, "is for selective, not for full"),
                 ({"checkpoint_gib": 3.0}, "is for selective, not for checkpoint=''$"),
+                ({"checkpoint": "full", "host_gib": 3.0}, "host_gib is for offload, not for full$"),
+                ({"host_gib": 3.0}, "host_gib is for offload, not for checkpoint=''$"),
+                ({"checkpoint": "offload", "host_gib": -1},
+                 "host_gib, .* that offload may pin, should be a number of GiB; got -1$"),
                 ({"fp8": True, "mlp": True}, "fp8=True needs whole layers: ask for layer=True "),
                 ({"fp8_lm_head": True}, "ask for cross_entropy=True as well"),
             )

@@ -200,7 +200,7 @@ def test_a_backward_writes_again_what_another_forward_may_have_written(
         for buffer in buffers:
             buffer.A.zero_(), buffer.sB.zero_()
         buffers[0].encode(buffers)
-    for memory in memories_of(fused).by_shape.values():
+    for memory in memories_of(fused).values():
         memory.memory.data.zero_()
     loss.backward()
     twin(**inputs).loss.backward()

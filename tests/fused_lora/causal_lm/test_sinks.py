@@ -13,8 +13,7 @@ from transformers import DataCollatorWithFlattening
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fused_lora import Fusion, fuse
-from fused_lora.forwards.attend import mask_for_attention
-from fused_lora.forwards.attention import why_not_as_one
+from fused_lora.forwards.attend import mask_for_attention, why_not_sdpa
 from fused_lora.kernels.document_bounds import documents_of
 
 OSS = FAMILIES["gpt-oss"]  # a layer with a window of 4 positions, and one without
@@ -164,9 +163,9 @@ def test_what_runs_in_parts_says_why(name, device):
 
 def test_other_implementations_are_named(device):
     attention = attentions(pair(device, **ALONE)[0])[0]
-    assert why_not_as_one(attention) is None
+    assert why_not_sdpa(attention) is None
     attention.config._attn_implementation = "flex_attention"
-    assert "call model.set_attn_implementation('eager')" in why_not_as_one(attention)
+    assert "call model.set_attn_implementation('eager')" in why_not_sdpa(attention)
 
 
 def test_bounds_as_a_mask_are_transformers_own(device):

@@ -22,7 +22,7 @@ from fused_lora.foreign import delta_rule
 LAYER = "base_model.model.model.layers.0"
 NET = f"{LAYER}.linear_attn"
 # in the layer with the net
-FUSED = {"LoRA_Group": 1, "CausalConv": 1, "LoRA_W": 1, "GatedRMSNorm": 1}
+FUSED = {"LoRA_QKV": 1, "CausalConv": 1, "LoRA_W": 1, "GatedRMSNorm": 1}
 PARTS = Fusion(attention=True, rms_norm=True)
 WHOLE = Fusion(**ALL, layer=True)
 BOTH = "Qwen3.5", "LFM2"
@@ -49,9 +49,12 @@ def step(model, **inputs):
 
 
 def functions_in_net(functions):
-    """Leave out the functions of the layer with attention: its q, k and v, and its o."""
-    found = {name: functions.get(name, 0) for name in FUSED}
-    return found | {"LoRA_W": found["LoRA_W"] - functions["LoRA_QKV"]}
+    """Leave out the functions of an attention that does not run as one: its q, k and v, and its
+    o."""
+    apart = "LoRA_Attention" not in functions
+    return {
+        name: functions.get(name, 0) - (apart and name in ("LoRA_QKV", "LoRA_W")) for name in FUSED
+    }
 
 
 def net_of(model):
@@ -62,7 +65,7 @@ LEFT = {
     "nothing": (lambda model: None, "", FUSED),
     "DoRA of z": (
         lambda model: readapt(net_of(model).in_proj_z, use_dora=True), "it uses DoRA",
-        FUSED | {"LoRA_Group": 0, "LoRA_W": 4},
+        FUSED | {"LoRA_QKV": 0, "LoRA_W": 4},
     ),
     "DoRA of out_proj": (
         lambda model: readapt(net_of(model).out_proj, use_dora=True), "it uses DoRA",
@@ -71,11 +74,11 @@ LEFT = {
     "a hook on conv1d": (
         lambda model: add_hook_to_module(net_of(model).conv1d, ModelHook()),
         "conv1d: accelerate's ModelHook has replaced its forward",
-        FUSED | {"LoRA_Group": 0, "CausalConv": 0},
+        FUSED | {"LoRA_QKV": 0, "CausalConv": 0},
     ),
     "another activation": (
         lambda model: setattr(net_of(model), "activation", "gelu"),
-        "its activation is gelu, not silu", FUSED | {"CausalConv": 0},
+        "conv1d: its activation is gelu, not silu", FUSED | {"LoRA_QKV": 0, "CausalConv": 0},
     ),
     "a trained convolution": (
         lambda model: net_of(model).conv1d.weight.requires_grad_(), "", FUSED,
@@ -189,7 +192,7 @@ def test_a_call_with_a_cache_runs_unfused_and_says_so(device):
     fused, plain, _ = pair(device)
     with pytest.warns(match="GatedDeltaNet stepped aside: it was given past_key_values"):
         got = step(fused, use_cache=True)
-    assert "LoRA_Group" not in got.functions
+    assert not functions_in_net(got.functions)["LoRA_QKV"]
     assert_close(got, step(plain, use_cache=True), 2e-4)
 
 

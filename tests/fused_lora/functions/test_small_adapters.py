@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases.reference import random, unpacked
 
-from fused_lora.functions.lora_linear import FrozenLinear, LoRA_W
+from fused_lora.functions.lora_linear import FrozenLayers, FrozenLinear, LoRA_W
 from fused_lora.kernels.fp8_rows import codes_and_scales
 from fused_lora.layer.buffer import Buffer, Dropout
 from fused_lora.layer.fp8.buffer import Fp8Buffer
@@ -113,6 +113,7 @@ def test_a_part_alone_shows_less_of_it_and_never_more(device):
     case = Case(device, False, False)
 
     def output(B):
-        return LoRA_W.apply(case.x, case.A, B, FrozenLinear(case.weight, None, 1.0))
+        frozen = FrozenLayers((FrozenLinear(case.weight, None, 1.0),))
+        return LoRA_W.apply(case.x, case.A, B, frozen)[0]
 
     assert 0.0 <= case.share(output, case.x) < 0.5

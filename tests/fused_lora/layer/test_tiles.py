@@ -1,0 +1,97 @@
+"""The MLP of a checkpointed layer in tiles of rows, beside the same in one piece."""
+
+import pytest
+import torch
+from cases import fp8_case
+from cases.four_bit_case import quantised
+from cases.layer_case import BF16, layer_of, peft_model, run, tokens
+from cases.reference import assert_near
+
+from fused_lora import Fusion, fuse
+from fused_lora.layer import tiles
+from fused_lora.layer.mlp_block import MLPBlock
+from fused_lora.reading.known import inner_norm
+
+ONE = {"num_hidden_layers": 1, "pad_token_id": 0}
+MODELS = {
+    "bf16": BF16,
+    "fp32, two ranks, dropout": {"lora_dropout": 0.3, "rank_pattern": {"up_proj": 12}},
+    "biases and norms that are trained, multiplied": {
+        "family": "Granite", "lora_bias": True, "bias": "all",
+        "modules_to_save": ["post_attention_layernorm"],
+        "config": {"residual_multiplier": 0.22, "mlp_bias": True},
+    },
+    "norms of outputs, trained, GELU": {
+        "family": "Gemma3Text", "modules_to_save": ["post_feedforward_layernorm"],
+    },
+    "gate and up without adapters": {"target_modules": ["q_proj", "down_proj"]},
+    "4 bits": BF16 | {"change": quantised},
+    "FP8": BF16 | {"fp8": True, "config": fp8_case.CONFIG},
+    "FP8, dropout": BF16 | {"fp8": True, "config": fp8_case.CONFIG, "lora_dropout": 0.3},
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Return a function that makes tiles small, and the rows that MLPs then computed at once."""
+    computed, enter = [], MLPBlock._enter
+
+    def seen(block, x, *others):
+        computed.append(len(x))
+        return enter(block, x, *others)
+
+    monkeypatch.setattr(MLPBlock, "_enter", seen)
+
+    def small():
+        monkeypatch.setattr(tiles, "FEWEST_ROWS", 32)
+        computed.clear()
+        return computed
+
+    return small
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_mlp_in_one_piece(name, small_tiles, device):
+    options = MODELS[name] | {"config": ONE | MODELS[name].get("config", {})}
+    fused = peft_model(device, **{key: one for key, one in options.items() if key != "fp8"})
+    fuse(fused, Fusion(layer=True, fp8=options.get("fp8", False), checkpoint="full"))
+    dtype = options.get("dtype", torch.float32)
+    hidden, grad = tokens(
+        (2, 65), dtype, device, hidden=inner_norm(layer_of(fused)).weight.shape[0]
+    )
+
+    def results():
+        torch.manual_seed(0)
+        return run(fused, hidden, grad)
+
+    want = results()
+    computed = small_tiles()
+    got = results()
+    assert computed == [64, 64, 2] * 2  # in the forward, and in backward each tile on its own
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype, name
+        assert_near(got[name], want[name], 2 * torch.finfo(dtype).eps, name)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (0, []), (2048, [2048]), (4095, [4095]), (4096, [2048] * 2), (10_000, [2528] * 3 + [2416]),
+        (65_536, [8192] * 8), (100_001, [8352] * 11 + [8129]),
+    ],
+)  # fmt: skip
+def test_no_tile_is_larger_than_the_first_or_begins_within_a_word(rows, sizes):
+    found = tiles.tiles_of(rows)
+    assert not any(one.start % 32 for one in found)
+    assert [one.stop - one.start for one in found] == sizes
+
+
+def test_what_a_layer_kept_whole_would_hold_is_measured_in_one_piece(small_tiles, device):
+    """By the run that checkpoint="selective" measures. Later runs may be in tiles."""
+    fused = peft_model(device, config=ONE)
+    fuse(fused, Fusion(layer=True, checkpoint="selective", checkpoint_gib=0.0))
+    computed = small_tiles()
+    for _ in range(2):
+        run(fused, *tokens((1, 130), torch.float32, device))
+    assert computed == [130] * 2 + [64, 64, 2] * 2
