@@ -164,15 +164,6 @@ def process_gib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
-def fuse_offloading(model: Any, asked: argparse.Namespace) -> str:
-    """Fuse, and return the report."""
-    from fused_lora import Fusion, fuse
-
-    host = {"host_gib": asked.host_gib} if asked.host_gib else {}
-    policy: dict[str, Any] = {"checkpoint": asked.checkpoint, **host}
-    return str(fuse(model, Fusion(layer=True, rms_norm=True, cross_entropy=True, **policy)))
-
-
 def start_anew(model: Any, tokens: int, card_gib: float) -> None:
     """Prepare for rows of another length on another card."""
     for module in model.modules():
@@ -186,13 +177,6 @@ def start_anew(model: Any, tokens: int, card_gib: float) -> None:
         hold_to(card_gib)
 
 
-def waiting_on_host(model: Any) -> list[str]:
-    """Return what the report says about the last step's host memory."""
-    from fused_lora import report
-
-    return [line for line in str(report(model)).splitlines() if line.startswith("host memory")]
-
-
 def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) -> None:
     """Build the model, search, and send each line that was found."""
     os.environ |= ENVIRONMENT[run]
@@ -203,7 +187,13 @@ def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) ->
     )  # fmt: skip
     model: Any = built.model
     if run == FUSED:
-        send(fuse_offloading(model, asked))
+        from fused_lora import Fusion, fuse, report
+
+        fusion = Fusion(
+            layer=True, rms_norm=True, cross_entropy=True, checkpoint=asked.checkpoint,
+            host_gib=asked.host_gib,
+        )  # fmt: skip
+        send(str(fuse(model, fusion)))
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=ON_GPU)
     words = model.config.get_text_config().vocab_size
@@ -222,8 +212,8 @@ def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) ->
         except torch.OutOfMemoryError:
             optimizer.zero_grad()
             return None
-        for line in waiting_on_host(model) if run == FUSED else ():
-            send(f"{thousands(tokens)} tokens, {line}")
+        if run == FUSED and (waits := report(model).host_memory):
+            send(f"host memory: {waits}")
         return Step(tokens, min(seconds), *memory_gib(), process_gib() - process, loss)
 
     for found in search(train, asked):
