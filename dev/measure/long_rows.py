@@ -214,7 +214,9 @@ def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) ->
             return None
         if run == FUSED and (waits := report(model).host_memory):
             send(f"host memory: {waits}")
-        return Step(tokens, min(seconds), *memory_gib(), process_gib() - process, loss)
+        step = Step(tokens, min(seconds), *memory_gib(), process_gib() - process, loss)
+        # the limit may not hold where segments expand
+        return step if step.reserved_gib <= card_gib - CONTEXT_GIB else None
 
     for found in search(train, asked):
         send(found)
