@@ -499,6 +499,8 @@ FAULTS = (
           "\" (noise)\" if row.verdict != NOISE", "summary"),
     Fault("report/fits.py", "own.keys() & other.keys()", "own.keys() | other.keys()",
           "fits"),
+    Fault("dev/measure/long_rows.py", "step.reserved_gib <= card_gib - CONTEXT_GIB",
+          "step.allocated_gib <= card_gib - CONTEXT_GIB", "measure"),
     Fault("dev/measure/long_rows.py", "longest_in(room, first_two",
           "longest_in(card_gib, first_two", "measure"),
     Fault("dev/measure/long_rows.py", "trained, steps[tokens] = tokens, step",

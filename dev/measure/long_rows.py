@@ -36,7 +36,7 @@ from report.table import thousands
 from variants import BASELINE, BF16, NF4, WITHOUT, Lora
 
 from .families import write_config
-from .table import ON_GPU, draw_weights
+from .table import ON_GPU, add_sizes, draw_weights
 
 FUSED = "fused"
 TILED = {"UNSLOTH_TILED_MLP": "arctic"}  # what unsloth_tiled_mlp=True means
@@ -48,6 +48,8 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
     "unsloth": {},
 }
 POSITIONS = 2**20  # so that nothing scales RoPE
+# Multiples of "grid", as many rows for each card as "tries", each step of at most "limit" seconds
+SIZES = {"--grid": 4096, "--tries": 2, "--limit": 120, "--rank": 32}
 CLOSE = 0.03  # of a length: nearer we do not look
 COLUMNS = (
     "model", "run", "card, GiB", "tokens", "how", "s a step", "tokens/s", "allocated, GiB",
@@ -152,9 +154,9 @@ def memory_gib() -> tuple[float, float, float]:
     """Return the peaks of allocated and reserved GPU memory, and pinned memory."""
     if not ON_GPU:
         return 0.0, 0.0, 0.0
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return peaks[0] / 2**30, peaks[1] / 2**30, pinned / 2**30
+    return allocated / 2**30, reserved / 2**30, pinned / 2**30
 
 
 def process_gib() -> float:
@@ -162,34 +164,17 @@ def process_gib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
-def start_anew(model: Any, asked: argparse.Namespace, run: str, tokens: int) -> str:
-    """Prepare the model for rows of another length, without the memory of the last one's."""
-    said = ""
-    if run == FUSED:
-        from fused_lora import Fusion, fuse, unfuse
-
-        unfuse(model)
-        host = {"host_gib": asked.host_gib} if asked.host_gib else {}
-        policy: dict[str, Any] = {"checkpoint": asked.checkpoint, **host}
-        fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True, **policy)
-        said = str(fuse(model, fusion))
-    else:
-        for module in model.modules():
-            if hasattr(module, "max_seq_length"):  # it cuts rows off there
-                module.max_seq_length = tokens
+def start_anew(model: Any, tokens: int, card_gib: float) -> None:
+    """Prepare for rows of another length on another card."""
+    for module in model.modules():
+        if hasattr(module, "max_seq_length"):  # where Unsloth cuts rows off
+            module.max_seq_length = tokens
     gc.collect()
     if ON_GPU:
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
         torch.cuda.reset_peak_memory_stats()
-    return said
-
-
-def waiting_on_host(model: Any) -> list[str]:
-    """Return what the report says about the last step's host memory."""
-    from fused_lora import report
-
-    return [line for line in str(report(model)).splitlines() if line.startswith("host memory")]
+        hold_to(card_gib)
 
 
 def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) -> None:
@@ -201,17 +186,21 @@ def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) ->
         "cuda" if ON_GPU else "cpu", seed=0, base=NF4 if ON_GPU else BF16,
     )  # fmt: skip
     model: Any = built.model
+    if run == FUSED:
+        from fused_lora import Fusion, fuse, report
+
+        fusion = Fusion(
+            layer=True, rms_norm=True, cross_entropy=True, checkpoint=asked.checkpoint,
+            host_gib=asked.host_gib,
+        )  # fmt: skip
+        send(str(fuse(model, fusion)))
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=ON_GPU)
     words = model.config.get_text_config().vocab_size
     send(f"{run}: allocator {built.settings.allocator or 'as it comes'}")
 
     def train(tokens: int, card_gib: float, steps: int) -> Step | None:
-        said = start_anew(model, asked, run, tokens)
-        if tokens == asked.lengths[0] and said:
-            send(said)
-        if ON_GPU:
-            hold_to(card_gib)
+        start_anew(model, tokens, card_gib)
         torch.manual_seed(0)
         row = torch.randint(words, (1, tokens), device=trained[0].device)
         process, seconds, loss = process_gib(), [], 0.0
@@ -223,11 +212,11 @@ def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) ->
         except torch.OutOfMemoryError:
             optimizer.zero_grad()
             return None
-        for line in waiting_on_host(model) if run == FUSED else ():
-            send(f"{thousands(tokens)} tokens, {line}")
-        allocated, reserved, pinned = memory_gib()
-        grown = process_gib() - process
-        return Step(tokens, min(seconds), allocated, reserved, pinned, grown, loss)
+        if run == FUSED and (waits := report(model).host_memory):
+            send(f"host memory: {waits}")
+        step = Step(tokens, min(seconds), *memory_gib(), process_gib() - process, loss)
+        # the limit may not hold where segments expand
+        return step if step.reserved_gib <= card_gib - CONTEXT_GIB else None
 
     for found in search(train, asked):
         send(found)
@@ -269,13 +258,7 @@ def main(argv: list[str] | None = None) -> int:
                         metavar="GIB")  # fmt: skip
     parser.add_argument("--lengths", nargs=2, type=int, default=[16384, 32768], metavar="N",
                         help="of the two short rows (default: 16384 32768)")  # fmt: skip
-    parser.add_argument("--grid", type=int, default=4096, metavar="N",
-                        help="lengths are multiples of it (default: 4096)")  # fmt: skip
-    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS",
-                        help="of a step (default: 120)")  # fmt: skip
-    parser.add_argument("--tries", type=int, default=2, metavar="N",
-                        help="rows to train for each card (default: 2)")  # fmt: skip
-    parser.add_argument("--rank", type=int, default=32)
+    add_sizes(parser, SIZES)
     parser.add_argument("--checkpoint", default="offload", help="of fused (default: offload)")
     parser.add_argument("--host-gib", type=float, metavar="GIB",
                         help="host memory of fused (default: its own choice)")  # fmt: skip

@@ -120,9 +120,9 @@ def test_long_rows_are_recorded_as_they_come_and_so_is_why_a_run_ends(
     capsys, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(processes, "_Process", InThread)
-    peaks = iter([(1.0, 1.0, 0.0), (2.0, 2.0, 0.0), (3.0, 3.0, 0.5)])
+    peaks = iter([(1.0, 1.0, 0.0), (2.0, 2.0, 0.0), (3.0, 3.1, 0.0), (2.0, 2.0, 0.5)])
     monkeypatch.setattr(long_rows, "memory_gib", lambda: next(peaks))
-    sizes = ["--lengths", "4", "8", "--grid", "4", "--cards", "3.6", "--tries", "1"]
+    sizes = ["--lengths", "4", "8", "--grid", "4", "--cards", "3.6", "--tries", "2"]
     asked = ["--model", TINY, "--cache", str(tmp_path), "--out", str(tmp_path), *sizes]
     assert long_rows.main([*asked, "--runs", "unsloth", "fused"]) == 1
     record = (tmp_path / "long_rows.txt").read_text()
@@ -130,8 +130,18 @@ def test_long_rows_are_recorded_as_they_come_and_so_is_why_a_run_ends(
     assert "No module named 'unsloth'" in record and "checkpoint: 2 modules fused" in record
     rows = rows_in(record[record.index("| model") :])
     found = [(row["card, GiB"], row["tokens"], row["pinned, GiB"]) for row in rows]
-    assert found == [("-", "4", "0.00"), ("-", "8", "0.00"), ("3.6", "12", "0.50")]
-    assert all(float(row["loss"]) > 1 for row in rows)
+    assert found == [
+        ("-", "4", "0.00"),
+        ("-", "8", "0.00"),
+        ("3.6", "12", "-"),
+        ("3.6", "8", "0.50"),
+    ]
+    assert [row["how"].split(",")[0] for row in rows] == [
+        *2 * ["trained"],
+        "out of memory",
+        "trained",
+    ]
+    assert all(float(row["loss"]) > 1 for row in rows if row["how"] != "out of memory")
 
 
 @pytest.mark.parametrize(
