@@ -228,9 +228,10 @@ class GraphedModule:
         waiting: list[Tensor] = []
 
         def add() -> None:
-            sums = [self._replays.sums[of_leaf[leaf]] for leaf in waiting]
-            if sums:
-                torch._foreach_add_(sums, [leaf.grad for leaf in waiting])
+            gradients = [leaf.grad for leaf in waiting if leaf.grad is not None]
+            if gradients:
+                sums = [self._replays.sums[of_leaf[leaf]] for leaf in waiting]
+                torch._foreach_add_(sums, gradients)
             for leaf in waiting:
                 leaf.grad = None
             waiting.clear()
