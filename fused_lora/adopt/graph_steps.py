@@ -45,12 +45,14 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     yours too, is copied with a `pad_to_multiple_of`, unless you have set that. With any other, keep
     the number of lengths small yourself.
 
-    Graphs hold the activations of the largest shape until `remove`, also while you evaluate. They
-    compute all tokens of a batch, padding and those without labels included. Hooks on modules in
-    the decoder are called when it is captured, and by no replay.
+    Graphs hold the activations of the largest shape until `remove`, also while you evaluate or a
+    new shape runs eagerly, which needs memory on top. They compute all tokens of a batch, padding
+    and those without labels included. Hooks on modules in the decoder are called when it is
+    captured, and by no replay.
 
-    Checkpointed layers get the policy "full" of `Fusion`, unless they have one: PyTorch's own
-    checkpoints cannot be captured. It recomputes the same numbers.
+    Checkpointed layers get the policy "offload" of `Fusion`, unless they have one: PyTorch's own
+    checkpoints cannot be captured. It recomputes the same numbers, and graphs then hold no more
+    than a few layers' activations.
 
     Under torchrun the trainer wraps its model in DistributedDataParallel, whose hooks a replayed
     backward does not call. So every step runs in its `no_sync`, and we average the gradients after
@@ -201,7 +203,7 @@ class GraphedSteps:
             return False
         if any(map(checkpointing.policy_of, layers)):
             return False
-        checkpointing.install(Checkpoint("full"), layers)
+        checkpointing.install(Checkpoint("offload"), layers)
         checkpointing.hold(model)
         return True
 

@@ -24,9 +24,9 @@ An adapter B A of the layer adds (h A') B' to x, which is one more matmul of ran
 
 Memory for 8,192 tokens, 4,096 features and 151,936 words in bf16, where PyTorch's logits in fp32
 take 5.0 GB and their backward three times that:
-- forward: a chunk of 4,096 tokens, 1.24 GB, and dx W, 67 MB. It saves that and h, 134 MB; if
+- forward: a chunk of 2,048 tokens, 0.62 GB, and dx W, 67 MB. It saves that and h, 134 MB; if
   something is trained or there is no entropy to differentiate, one of the two.
-- backward: dh, 67 MB; where it recomputes x, a chunk as well, 1.24 GB. A trained weight adds
+- backward: dh, 67 MB; where it recomputes x, a chunk as well, 0.62 GB. A trained weight adds
   its gradient in fp32, 2.49 GB, and in its own dtype, 1.24 GB.
 - statistics: 4 bytes per token each.
 

@@ -14,7 +14,7 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#partial-network-capture
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from .settings import ModuleSettings
 
 HIDDEN = "last_hidden_state"
 CACHES = ("past_key_values", "cache")  # as transformers up to 5.23 names it, and from 5.24 on
+ADDED_AT_ONCE = 64  # gradients: few launches, and those of a few layers in memory
 
 
 class GraphedModule:
@@ -62,7 +63,8 @@ class GraphedModule:
         """Drop all graphs and their memory. Every form starts over with eager calls."""
         self._settings = ModuleSettings(self.module)
         device = next(self.module.parameters()).device
-        # graphs with a backward hold activations that no other replay may overwrite
+        # a reference pass is replayed between a forward and its backward, whose activations it must
+        # not overwrite: it gets its own pool
         self._cuda = {True: self._backend(device), False: self._backend(device)}
         self._forms: dict[Hashable, _Form] = {}
         self._replays.reset()
@@ -104,7 +106,8 @@ class GraphedModule:
         if form.captured is None and form.eager_calls < EAGER_CALLS:
             form.eager_calls += 1
             with form.without_mask.noted():
-                return self._cuda[form.with_gradients].run(lambda: self._eager(**inputs))
+                # on the trainer's stream, so that its loss uses the same memory
+                return self._eager(**inputs)
         if form.with_gradients and self._replays.is_waiting:
             self._say("a second forward before the backward of the first runs eagerly")
             return self._eager(**inputs)
@@ -176,25 +179,24 @@ class GraphedModule:
         try:
             # backward may recompute layers
             with form.without_mask.kept(), new_leaves(self.module, trained) as leaves:
-                replay_forward, output = cuda.capture(lambda: self._forward(buffers))
-                hidden = getattr(output, HIDDEN)
-                gradient = torch.empty_like(hidden)
+                replay_forward, (output, crossing) = cuda.capture(lambda: self._forward(buffers))
                 replay_backward: Callable[[], None] | None = None
                 received: list[Tensor] = []
                 if trained:
                     self.forget()
                     replay_backward, received = cuda.capture(
-                        lambda: self._backward(hidden, gradient, trained, leaves)
+                        lambda: self._backward(getattr(output, HIDDEN), crossing, trained, leaves)
                     )
         finally:  # a capture does nothing yet
             for one, held in zip(trained, gradients, strict=True):
                 one.grad = held
         return CapturedModule(
-            buffers, type(output), hidden.detach(), gradient, received, replay_forward,
-            replay_backward, addresses_of(parameters), policies_in(self.module),
+            buffers, type(output), crossing, received, replay_forward, replay_backward,
+            addresses_of(parameters), policies_in(self.module),
         )  # fmt: skip
 
-    def _forward(self, buffers: dict[str, Any]) -> Any:
+    def _forward(self, buffers: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Return the output, and the memory into which its hidden states are copied."""
         device_type = self._settings.parameters()[0].device.type
         dtype = _autocast_on(device_type)
         # the autocast that is on, without the casts that it may have made outside a graph
@@ -212,21 +214,43 @@ class GraphedModule:
             to_do = ": set model.config.use_cache = False" if has_cache else ""
             given = ", ".join(others) or type(output).__name__
             raise ValueError(f"it returns {given} beside hidden states{to_do}")
-        return output
+        hidden = getattr(output, HIDDEN).detach()
+        return output, self._replays.crossing.like(hidden).copy_(hidden)
 
     def _backward(
         self, hidden: Tensor, gradient: Tensor, trained: Sequence[Tensor], leaves: list[Tensor]
     ) -> list[Tensor]:
-        """Add this backward's gradients to the sums. Return the parameters that get one. leaves:
-        those that stand in for `trained`."""
-        with torch.autocast(hidden.device.type, enabled=False):  # as outside the forward
+        """Add this backward's gradients to the sums, some at a time: all of them together are as
+        large as the sums. Return the parameters that get one. leaves: those that stand in for
+        `trained`."""
+        of_leaf = dict(zip(leaves, trained, strict=True))
+        received: dict[Tensor, None] = {}  # in order, once each
+        waiting: list[Tensor] = []
+
+        def add() -> None:
+            gradients = [leaf.grad for leaf in waiting if leaf.grad is not None]
+            if gradients:
+                sums = [self._replays.sums[of_leaf[leaf]] for leaf in waiting]
+                torch._foreach_add_(sums, gradients)
+            for leaf in waiting:
+                leaf.grad = None
+            waiting.clear()
+
+        def receive(leaf: Tensor) -> None:
+            received[of_leaf[leaf]] = None
+            waiting.append(leaf)
+            if len(waiting) == ADDED_AT_ONCE:
+                add()
+
+        with ExitStack() as hooks, torch.autocast(hidden.device.type, enabled=False):
+            # without autocast, as outside the forward
+            for leaf in leaves:
+                hooks.callback(leaf.register_post_accumulate_grad_hook(receive).remove)
             torch.autograd.backward([hidden], [gradient])
+        add()
         if any(one.grad is not None for one in trained):
             raise ValueError("a parameter is used by something else than the module that has it")
-        received = [one for one, leaf in zip(trained, leaves, strict=True) if leaf.grad is not None]
-        sums = [self._replays.sums[one] for one in received]
-        torch._foreach_add_(sums, [leaf.grad for leaf in leaves if leaf.grad is not None])
-        return received
+        return [*received]
 
 
 @dataclass(eq=False)

@@ -23,13 +23,28 @@ class CapturedModule:
 
     inputs: dict[str, Any]
     output_class: type
-    hidden: Tensor
-    gradient: Tensor
+    crossing: Tensor  # the hidden states, and before the backward their gradient
     received: list[Tensor]  # the parameters that get a gradient
     replay_forward: Callable[[], None]
     replay_backward: Callable[[], None] | None
     addresses: dict[str, Any]
     policies: set[Any]  # kept alive: they own the host memory for offload
+
+
+class Crossing:
+    """The memory in which hidden states leave a graph and their gradient enters one.
+
+    Both are copied at once, so graphs of all shapes share it.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the same shape and dtype in this memory, which grows if needed."""
+        if self._memory is None or self._memory.nbytes < tensor.nbytes:
+            self._memory = tensor.new_empty(tensor.nbytes, dtype=torch.uint8)
+        return self._memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class Replays:
@@ -44,6 +59,7 @@ class Replays:
     def reset(self) -> None:
         """Drop the sums. If a forward waits for its backward, that raises an error."""
         self.sums: dict[Tensor, Tensor] = {}
+        self.crossing = Crossing()
         self._waiting: weakref.ref[_Call] | None = None
 
     @property
@@ -56,7 +72,7 @@ class Replays:
         copy_into(captured.inputs, inputs)
         if captured.replay_backward is None:
             captured.replay_forward()
-            return captured.hidden.clone()
+            return captured.crossing.clone()
         call = _Call(self, captured)
         self._waiting = weakref.ref(call)
         return _Replayed.apply(torch.empty(0, requires_grad=True), call)
@@ -67,7 +83,7 @@ class Replays:
             raise RuntimeError(
                 "graph_steps: a second backward through one forward: its activations are gone"
             )
-        captured.gradient.copy_(gradient)
+        captured.crossing.copy_(gradient)
         self._hold_gradients(captured.received)
         assert captured.replay_backward is not None
         captured.replay_backward()
@@ -104,7 +120,7 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, call: _Call) -> Tensor:
         ctx.call = call
         call.captured.replay_forward()
-        return call.captured.hidden.clone()
+        return call.captured.crossing.clone()
 
     @staticmethod
     @once_differentiable

@@ -285,7 +285,7 @@ def test_no_more_logits_than_a_chunks_are_ever_held(drop_ignored, device):
     assert [size for size in watch.sizes if size >= 50 * VOCABULARY * 2] == [50 * 192 * 2]
 
 
-def test_a_chunk_is_4096_tokens_or_as_many_as_its_bytes_allow(monkeypatch, case):
+def test_a_chunk_is_2048_tokens_or_as_many_as_its_bytes_allow(monkeypatch, case):
     hidden, weight, _, labels = case
     seen, launch = [], head_module.cross_entropy_
 
@@ -294,8 +294,8 @@ def test_a_chunk_is_4096_tokens_or_as_many_as_its_bytes_allow(monkeypatch, case)
         return launch(logits, *others, **settings)
 
     monkeypatch.setattr(head_module, "cross_entropy_", spy)
-    assert module.CHUNK_TOKENS == 4096 and module.CHUNK_BYTES == 4096 * 262_144 * 2
-    assert module.default_chunk_tokens(262_144, torch.bfloat16, 2) == 2048  # as the FP8 head's are
+    assert module.CHUNK_TOKENS == 2048 and module.CHUNK_BYTES == 2048 * 262_144 * 2
+    assert module.default_chunk_tokens(262_144, torch.bfloat16, 2) == 1024  # as the FP8 head's are
     linear_cross_entropy(hidden, weight, labels)
     monkeypatch.setattr(module, "CHUNK_BYTES", 6 * 2 * VOCABULARY)
     linear_cross_entropy(hidden, weight, labels)

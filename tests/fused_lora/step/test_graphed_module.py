@@ -11,6 +11,7 @@ from cases.peft_models import ids
 from cases.reference import assert_near
 from peft import LoraConfig
 
+from fused_lora.step import graphed_module as module
 from fused_lora.step.graphed_module import CACHES, GraphedModule
 
 CALLS = 5  # two of them eager
@@ -119,6 +120,25 @@ def test_forwards_without_gradients_have_a_graph_of_their_own(device, monkeypatc
         if want.grad is not None:
             assert_same(got.grad, want.grad)
     assert graphed.captured == 2
+
+
+@pytest.mark.parametrize("lengths", [(7, 5), (5, 7)])
+def test_graphs_of_several_lengths_share_memory(lengths, device, monkeypatch):
+    """The longest first has them all share one; a longer one takes new memory. Gradients are freed
+    a few at a time."""
+    added, add = [], torch._foreach_add_
+    monkeypatch.setattr(module, "ADDED_AT_ONCE", 4)
+    monkeypatch.setattr(
+        torch, "_foreach_add_", lambda sums, new: (added.append(len(new)), add(sums, new))
+    )
+    graphed, twin = pair(device, monkeypatch)
+    for length in (*lengths, lengths[0]):
+        assert not run(graphed, twin, lambda seed, length=length: batch(seed, device, length))
+    captured = [form.captured for form in graphed._forms.values()]
+    places = {one.crossing.data_ptr() for one in captured}
+    assert len(captured) == 2 and len(places) == (1 if lengths[0] > lengths[1] else 2)
+    assert added == 2 * [4, 4, 4, 2]
+    assert all(len(one.received) == 14 for one in captured)
 
 
 def test_moved_weights_are_captured_anew(device, monkeypatch):
