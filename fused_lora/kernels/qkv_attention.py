@@ -36,6 +36,12 @@ FLASH, CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.valu
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 aten = torch.ops.aten
 
+# Above so many rows a backend's backward runs for some heads at a time. What it returns and what it
+# works in, together some 50 KiB a token of Llama-3.1-8B, then exist for these alone; the grid is
+# large enough, and copying the gradients is nothing beside attention to so many keys.
+MANY_ROWS = 16_384
+GROUPS_OF_HEADS = 4  # at most
+
 WIDEST = 256  # head_dim that these two take
 WIDEST_EVERYWHERE = 128  # that they have a backward for on every card
 
@@ -157,9 +163,31 @@ def attention_backward(
         with torch.enable_grad():
             again = _attend(q, k, v, mask, scaling)
         grad_q, grad_k, grad_v = torch.autograd.grad(again, (q, k, v), grad)
+    elif len(qkv) > MANY_ROWS and kv_heads > 1:
+        _backward_by_heads((grad, q, k, v, attended), saved, grad_qkv)
+        if cos is not None and sin is not None:
+            rotate_back(grad_qkv, cos, sin, heads, kv_heads, interleaved)
+        return
     else:
         grad_q, grad_k, grad_v = _backend_backward(grad, q, k, v, attended, saved)
     rope_backward(grad_q, grad_k, grad_v, cos, sin, grad_qkv, interleaved)
+
+
+def _backward_by_heads(
+    operands: tuple[Tensor, ...], saved: AttentionSaved, grad_qkv: Tensor
+) -> None:
+    """Write the gradients of q, k and v into grad_qkv, a group of heads after the other. operands:
+    as `_backend_backward` takes them, [batch, heads, positions, head_dim]."""
+    positions, heads, kv_heads, *_ = saved.attention
+    assert saved.logsumexp is not None
+    count = max(n for n in range(1, GROUPS_OF_HEADS + 1) if kv_heads % n == 0)
+    targets = split_heads(grad_qkv, positions, heads, kv_heads)
+    every = (one.chunk(count, dim=1) for one in (*operands, saved.logsumexp, *targets))
+    for grad, q, k, v, attended, logsumexp, *to in zip(*every, strict=True):
+        its = saved._replace(logsumexp=logsumexp.contiguous())
+        for target, one in zip(to, _backend_backward(grad, q, k, v, attended, its), strict=True):
+            target.copy_(one)
+        del one  # it would be there beside the next group's
 
 
 def _check_documents(qkv: Tensor, documents: Tensor, positions: int) -> None:

@@ -5,13 +5,19 @@ import torch
 import torch.nn.functional as F
 from cases import qkv_attention_case
 from cases.qkv_attention_case import SCALING, fused, rotated_heads
-from cases.reference import assert_near, assert_within_budget
+from cases.reference import assert_near, assert_within_budget, random
 from cases.rope_case import interleaved_order
 from torch.nn.attention import sdpa_kernel
 
 from fused_lora.kernels import qkv_attention as module
 from fused_lora.kernels.causal_attention import Attention
-from fused_lora.kernels.qkv_attention import CUDNN, FLASH, WITHOUT_CUDNN, attention_forward
+from fused_lora.kernels.qkv_attention import (
+    CUDNN,
+    FLASH,
+    WITHOUT_CUDNN,
+    AttentionSaved,
+    attention_forward,
+)
 
 NAMES = ("attended", "gradient")
 # batch, heads, kv_heads, positions, head_dim; sequences of cos and sin, features that are rotated
@@ -137,6 +143,33 @@ def test_the_backends_calls_have_their_arguments_in_order(backend, monkeypatch):
     assert gradient.shape == case[0].shape
 
 
+@pytest.mark.parametrize("size", [(2, 4, 4, 9, 16), (1, 12, 6, 9, 16), (2, 6, 3, 9, 16)])
+def test_a_backend_gets_heads_with_those_that_they_share(size, device, monkeypatch):
+    """By a backward that mixes all it is given."""
+    given = []
+
+    def mixed(grad, q, k, v, attended, saved):
+        given.append(q.shape[1])
+        shared = q.shape[1] // k.shape[1]
+        k_and_v = (one.repeat_interleave(shared, 1) for one in (k, v))
+        grad_k = (q + grad).unflatten(1, (-1, shared)).sum(2) + k
+        return sum((grad, q, attended, saved.logsumexp, *k_and_v)), grad_k, grad_k + v
+
+    batch, heads, kv_heads, positions, _ = size
+    qkv, cos, sin, grad = qkv_attention_case.make(*size, dtype=torch.float32, device=device)
+    logsumexp = random(batch, heads, positions, 1, seed=9, dtype=torch.float32, device=device)
+    saved = AttentionSaved(Attention(positions, heads, kv_heads, SCALING), FLASH, logsumexp)
+    monkeypatch.setattr(module.causal_attention, "fits_kernels", lambda *_: False)
+    monkeypatch.setattr(module, "_backend_backward", mixed)
+    gradients = []
+    for rows in (10**6, 0):
+        monkeypatch.setattr(module, "MANY_ROWS", rows)
+        gradients.append(torch.empty_like(qkv))
+        module.attention_backward(grad, qkv, cos, sin, None, grad + 1, saved, gradients[-1])
+    assert given[0] == heads and len(given) == 1 + {4: 4, 6: 3, 3: 3}[kv_heads]
+    assert_near(*gradients, 1e-6)
+
+
 @pytest.mark.slow("tiles-False-ran0", "more than a tile-False-ran3")
 @pytest.mark.parametrize(
     ("size", "masked", "ran"),
@@ -165,13 +198,14 @@ def test_our_own_kernels_run_where_they_fit(size, masked, ran, device, monkeypat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backward", ["own", "theirs"])
+@pytest.mark.parametrize("backward", ["own", "theirs", "theirs, by heads"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", ["GQA", "MQA", "tiles", "more than a tile"])
 def test_either_backend_is_within_the_error_budget(size, backend, backward, device, monkeypatch):
     monkeypatch.setattr(module, "_backend", lambda *_: BACKENDS[backend])
     monkeypatch.setattr(module.causal_attention, "FORWARD_POSITIONS", 0)
-    if backward == "theirs":
+    monkeypatch.setattr(module, "MANY_ROWS", 0 if backward == "theirs, by heads" else 10**6)
+    if backward != "own":
         monkeypatch.setattr(module.causal_attention, "fits_kernels", lambda *_: False)
     elif size in ("GQA", "MQA"):
         pytest.skip("too narrow for tiles")

@@ -43,6 +43,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(MLPBlock, "_enter", seen)
 
     def small():
+        monkeypatch.setattr(tiles, "MOST_IN_ONE", 64)
         monkeypatch.setattr(tiles, "FEWEST_ROWS", 32)
         computed.clear()
         return computed
@@ -77,8 +78,8 @@ def test_gradients_are_those_of_the_mlp_in_one_piece(name, small_tiles, device):
 @pytest.mark.parametrize(
     ("rows", "sizes"),
     [
-        (0, []), (2048, [2048]), (4095, [4095]), (4096, [2048] * 2), (10_000, [2528] * 3 + [2416]),
-        (65_536, [8192] * 8), (100_001, [8352] * 11 + [8129]),
+        (0, []), (16_384, [16_384]), (16_385, [8224, 8161]), (65_536, [8192] * 8),
+        (100_001, [8352] * 11 + [8129]),
     ],
 )  # fmt: skip
 def test_no_tile_is_larger_than_the_first_or_begins_within_a_word(rows, sizes):
