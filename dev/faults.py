@@ -456,7 +456,7 @@ FAULTS = (
     Fault("bench/runner.py", "audit.check_losses(self.run, cell)\n", "pass\n", "audit"),
     # --- report ---
     Fault("report/statistics.py", "ratios + [1 / ratio for ratio in ratios]", "ratios",
-          "summary"),
+          "ablation"),
     Fault("report/comparison.py", "+ (1 - busy) / _over(*launches)", "+ (1 - busy)",
           "compare"),
     Fault("report/statistics.py", "(apart / log(1 + TWINS_WITHIN)) ** 2",

@@ -108,12 +108,6 @@ def test_labels_are_only_on_what_the_assistant_says(special_tokens):
     assert borders == 4  # two stretches, each with a border on either side
 
 
-def test_chatml_markers_are_single_tokens_where_the_tokenizer_has_them():
-    [tokenized], [spelled] = (tokenize([CHAT], bytes_tokenizer(known)) for known in (CHATML, []))
-    saved = 5 * (len("<|im_start|>") + len("<|im_end|>") - 2)
-    assert len(spelled.input_ids) - len(tokenized.input_ids) == saved
-
-
 # --- Packed rows ---------------------------------------------------------------------------------
 
 

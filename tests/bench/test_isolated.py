@@ -13,9 +13,7 @@ import pytest
 from bench import processes as isolated
 
 ROOT = Path(__file__).resolve().parents[2]
-SILENCE_LIMIT_S = (
-    4.0  # a process takes a few tenths of a second to start, and longer on a busy host
-)
+SILENCE_LIMIT_S = 4.0  # a process starts in a few tenths of a second, slower on a busy host
 SILENT = f"nothing was heard of it for {SILENCE_LIMIT_S:g} s"
 
 

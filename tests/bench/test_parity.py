@@ -13,13 +13,7 @@ from batches import Batch
 from bench import cells, parity
 from bench.cells import Block
 from bench.fp8_products import fp8_products
-from bench.parity import (
-    Reference,
-    check_parity,
-    dequantise,
-    judge,
-    make_reference,
-)
+from bench.parity import Reference, check_parity, dequantise, judge, make_reference
 from bench.preparing import prepare_run
 from models import Built
 from variants import Lora, Settings

@@ -9,26 +9,13 @@ import pytest
 
 from bench import results
 from report.committed import OF_NO_RUN
-from variants import (
-    EXPERIMENT_ON_NF4,
-    SUITES,
-    VARIANTS,
-    counterpart,
-    title_of,
-    variant_of,
-)
+from variants import EXPERIMENT_ON_NF4, SUITES, VARIANTS, counterpart, title_of, variant_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "docs").rglob("*.json*"))
 PUBLISHED = [ROOT / "results.json", *(p for p in FILES if not p.name.startswith(OF_NO_RUN))]
-
-
-NEWER = {
-    "accumulate": 1,
-    "documents": False,
-    "base": "bf16",
-    "gpus": 1,
-}  # fields that the first files lack
+# fields that the first files lack
+NEWER = {"accumulate": 1, "documents": False, "base": "bf16", "gpus": 1}
 
 
 def bytes_of(path):

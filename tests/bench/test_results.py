@@ -44,12 +44,6 @@ def test_what_was_not_measured_is_null_or_empty():
     assert len(cell) == 36 and cell["error"] == "no room"
 
 
-def test_cells_that_cannot_be():
-    assert refused(Cell, "fused_mlp", 64, 1, "ok") == "its status is ok, and it has no step_ms"
-    with pytest.raises(TypeError, match="speed"):
-        Cell("fused_mlp", 64, 1, "oom", speed=3)
-
-
 REMOVED = object()
 
 

@@ -18,11 +18,6 @@ def saved(tmp_path, document):
     return tmp_path / "results.json"
 
 
-def test_without_a_file_the_run_is_fresh(tmp_path):
-    fresh = example.empty()
-    assert results.continue_from(tmp_path / "results.json", fresh) is fresh
-
-
 def test_the_same_run_goes_on_wider(tmp_path):
     tokens = example.experiment().tokens
     earlier = example.run(("vanilla_peft", "fused_mlp"), (64, 128))

@@ -33,17 +33,8 @@ from fused_lora.kernels.fp8_borders import Bordering, Halves, fp8_borders
 from fused_lora.kernels.fp8_logits import logit_codes, transposed
 from fused_lora.kernels.fp8_products import add_coded_border
 from fused_lora.kernels.fp8_rows import fp8_rows
-from fused_lora.kernels.fp8_swiglu import (
-    guess_gradient_scales,
-    repair_gradient_codes,
-    swiglu_codes,
-)
-from fused_lora.kernels.logits import (
-    LogitScaling,
-    Statistics,
-    cross_entropy_,
-    log_probs_gradient_,
-)
+from fused_lora.kernels.fp8_swiglu import guess_gradient_scales, repair_gradient_codes, swiglu_codes
+from fused_lora.kernels.logits import LogitScaling, Statistics, cross_entropy_, log_probs_gradient_
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from cases import rope_case
 from cases.attention_case import adapted, with_trained
 from cases.reference import masks_drawn, random
 from cases.rms_norm_case import eager_rms_norm
@@ -154,18 +155,13 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):
     k = heads_of(k_A, k_B, k_layer, masks[1])
     v = heads_of(v_A, v_B, v_layer, masks[2])
 
-    def rotated(t):
-        one, other = t.chunk(2, dim=-1)
-        rotated = t * cos.unsqueeze(1) + torch.cat((-other, one), -1) * sin.unsqueeze(1)
-        return rotated.to(t.dtype)
-
     if frozen.head_norms is not None:
         q_weight, k_weight, q_eps, k_eps, centered, v_eps = frozen.head_norms
         q = eager_head_norm(q, q_weight, q_eps, centered)
         k = eager_head_norm(k, k_weight, k_eps, centered)
         v = eager_head_norm(v, v.new_ones(frozen.head_dim), v_eps)
     if cos is not None:
-        q, k = rotated(q), rotated(k)
+        q, k = rope_case.eager(q, k, cos, sin)
     if frozen.q_scale is not None:
         q = q * frozen.q_scale[:, None, :, None]
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))

@@ -85,11 +85,7 @@ def test_a_time_that_is_none_is_refused_in_one_line(tmp_path, capsys):
     results["cells"][0]["step_ms"][0] = 0.0
     (tmp_path / "results.json").write_text(json.dumps(results))
     file, here = str(tmp_path / "results.json"), ["--out", str(tmp_path)]
-    for command in (
-        ["--plot-only", *here],
-        ["--fits", "9", *here],
-        ["--compare", file, file],
-    ):
+    for command in (["--plot-only", *here], ["--fits", "9", *here], ["--compare", file, file]):
         assert lora_bench.main(command) == 2
         line = capsys.readouterr().err
         assert "cells[0].step_ms[0]: expected `float` > 0.0" in line and line.count("\n") == 1

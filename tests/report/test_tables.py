@@ -5,12 +5,11 @@ from cases import example_results as example
 from cases.example_results import rounds
 from cases.table_case import row_of, rows_in
 from msgspec.structs import replace
-from test_benchmark_picture import RUNS
 
-from bench.records import Cell, Floor, KernelRow, Kernels
+from bench.records import Cell, Floor
 from report import tables, wording
 from report.comparison import ComparedCell, Comparison, comparison_table
-from report.headline import answer, headline_table, measured_section, speedup_in_words
+from report.headline import answer, headline_table, measured_section
 from report.statistics import summarize
 from variants import Lora, Settings, title_of
 
@@ -70,12 +69,9 @@ def test_a_setting_that_few_variants_have_is_told_where_any_has_it(setting, valu
 def test_kernels_are_told_where_there_are_any():
     document = hand_made()
     assert tables.kernels_section(document).startswith("Not measured yet")
-    row = KernelRow("swiglu_forward", [16384, 11008], "bfloat16", median_us=281.24, bytes=1,
-                    gb_per_s=3847.1, copy_gb_per_s=4302.6, share_of_copy=0.894)  # fmt: skip
-    document.kernels = Kernels(4302.6, [row])
+    document.kernels = example.KERNELS
     markdown = tables.kernels_section(document)
-    numbers = ["swiglu_forward", "16384 × 11008", "bfloat16", "281.2", "3,847", "89%"]
-    assert [list(one.values()) for one in rows_in(markdown)] == [numbers]
+    assert [list(one.values()) for one in rows_in(markdown)] == [example.KERNEL_IN_WORDS]
     assert "A device copy of as many bytes; the fastest: 4,303 GB/s." in markdown
 
 
@@ -184,12 +180,6 @@ def test_steps_beside_the_floor_by_hand():
     row = row_of(tables.beside_floor_section([run]), "everything fused")
     assert (row["× floor"], row["× floor and recomputation"]) == ("1.56", "1.25")
     assert tables.beside_floor_section([]) == "Not measured yet."
-
-
-def test_a_speedup_within_noise_stands_in_italics():
-    row = replace(summarize(RUNS["four"])[0], speedup=1.02, verdict="not distinguishable")
-    assert speedup_in_words(row) == "*1.02×*"
-    assert speedup_in_words(replace(row, verdict="faster")) == "1.02×"
 
 
 # --- two runs -------------------------------------------------------------------------------------

@@ -6,11 +6,7 @@ from cases import qkv_attention_case
 from cases.qkv_attention_case import SCALING
 from cases.reference import assert_within_budget
 
-from fused_lora.kernels.causal_attention import (
-    Attention,
-    causal_attention_forward,
-    fits_kernels,
-)
+from fused_lora.kernels.causal_attention import Attention, causal_attention_forward, fits_kernels
 from fused_lora.kernels.causal_attention_backward import causal_attention_backward
 from fused_lora.kernels.qkv_rope import rope_forward
 

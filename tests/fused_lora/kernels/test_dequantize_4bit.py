@@ -213,10 +213,7 @@ def with_(**fields):
             {"weights": with_(nested=lambda w: w.nested._replace(absmax=w.nested.absmax[:0]))},
             r"nested.absmax \[0\] in torch.float32, should have 1 contiguous",
         ),
-        (
-            {"weights": with_(nested=lambda w: w.nested._replace(blocksize=3))},
-            "nested.blocksize 3",
-        ),
+        ({"weights": with_(nested=lambda w: w.nested._replace(blocksize=3))}, "nested.blocksize 3"),
     ],
 )
 def test_what_does_not_fit_is_a_value_error_and_writes_nothing(changes, message, device):

@@ -214,11 +214,3 @@ LAYOUTS = {
     "features apart": lambda t: torch.repeat_interleave(t, 2, dim=-1)[..., ::2],
     "positions outermost": lambda t: t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
 }
-
-
-def test_cos_and_sin_may_have_any_layout_and_another_dtype(device):
-    (q, k, cos, sin), gradients = make(dtype=torch.bfloat16, device=device)
-    cos, sin = cos.float(), sin.float()
-    apart = [t.mT.contiguous().mT for t in (cos, sin)]
-    got = fused((q, k, *apart), gradients)
-    assert_equal(got, fused((q, k, cos, sin), gradients))

@@ -4,11 +4,7 @@ import torch
 import torch.nn.functional as F
 from cases.reference import random, seeded
 
-from fused_lora.kernels.routed_rows import (
-    routed_swiglu_backward,
-    routed_swiglu_forward,
-    sum_routed,
-)
+from fused_lora.kernels.routed_rows import routed_swiglu_backward, routed_swiglu_forward, sum_routed
 
 TOP_K, SCALING = 2, 1.5
 SIZES = {"odd": (26, 139), "more than one block": (4, 1030), "one column": (2, 1)}
