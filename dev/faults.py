@@ -589,7 +589,7 @@ FAULTS = (
           "graphed_module"),
     Fault("fused_lora/adopt/graph_steps.py", "1 + trainer.state", "trainer.state",
           "graphed_trainer"),
-    Fault("fused_lora/adopt/graph_steps.py", 'Checkpoint("offload")', 'Checkpoint("full")',
+    Fault("fused_lora/adopt/graph_steps.py", 'Checkpoint("offload", ', 'Checkpoint("full", ',
           "graphed_trainer"),
     Fault("fused_lora/step/replays.py", "self._memory.nbytes < tensor.nbytes",
           "self._memory.nbytes != tensor.nbytes", "graphed_module"),

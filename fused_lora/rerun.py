@@ -66,11 +66,11 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
     return around[-1].once(function, keep)
 
 
-def is_recomputed() -> bool:
-    """Return True in a forward that is run again for what it saves, or will be, unless that is
-    measured for a layer that keeps it."""
+def rows_of_a_tile() -> int | None:
+    """Return how many rows an MLP should compute at once, None for all of them: in a forward that
+    is not run again, or whose memory is measured for a layer that keeps it."""
     around = runs()
-    return bool(around) and around[-1].see is None
+    return around[-1].tile_rows if around and around[-1].see is None else None
 
 
 def has_kept() -> bool:

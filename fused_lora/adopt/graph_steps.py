@@ -13,7 +13,7 @@ from ..causal_lm.documents import decoders
 from ..foreign import checkpointing
 from ..foreign.trl_head import is_flat_collator
 from ..packing import FilledRows
-from ..step.checkpoint import Checkpoint
+from ..step.checkpoint import TILE_ROWS_IN_GRAPHS, Checkpoint
 from ..step.flat_gradients import FlatGradients
 from ..step.graphed_module import GraphedModule
 from ..telling import warn
@@ -203,7 +203,8 @@ class GraphedSteps:
             return False
         if any(map(checkpointing.policy_of, layers)):
             return False
-        checkpointing.install(Checkpoint("offload"), layers)
+        policy = Checkpoint("offload", tile_rows=TILE_ROWS_IN_GRAPHS)
+        checkpointing.install(policy, layers)
         checkpointing.hold(model)
         return True
 

@@ -40,7 +40,7 @@ aten = torch.ops.aten
 # works in, together some 50 KiB a token of Llama-3.1-8B, then exist for these alone; the grid is
 # large enough, and copying the gradients is nothing beside attention to so many keys.
 MANY_ROWS = 16_384
-GROUPS_OF_HEADS = 4  # at most
+GROUPS_OF_HEADS = 8  # at most
 
 WIDEST = 256  # head_dim that these two take
 WIDEST_EVERYWHERE = 128  # that they have a backward for on every card

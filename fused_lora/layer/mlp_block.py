@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fused_mlp.utils import check_activation
 
-from ..rerun import is_recomputed, once
+from ..rerun import once, rows_of_a_tile
 from .adapter_sums import new_swiglu_gradients
 from .block import BlockBackward, Entered, Gradient, add_norm_of, adds_to_copy
 from .buffer import Dropout
@@ -83,7 +83,7 @@ class MLPBlock(NamedTuple):
         self, x: Tensor, output: Tensor | None, dropouts: Dropouts
     ) -> tuple[Tensor | None, SavedMLP | SavedTiles]:
         """Return total, in output if that is given and else not at all, and what backward needs."""
-        tiles = tiles_of(len(x)) if is_recomputed() else []
+        tiles = tiles_of(len(x), rows_of_a_tile())
         if len(tiles) > 1:
             return output, self._forward_in_tiles(x, output, dropouts, tiles)
         entered, gate_up = self._enter(x, output, dropouts)

@@ -17,17 +17,14 @@ from .block import BlockBackward, Gradient
 from .filling import Adapter
 from .operands import Kind, Kinds, Trained
 
-# On an H200, six layers of Llama-3.1-8B's sizes take 20.44 GiB at 65,536 tokens in one piece and
-# 14.68 in tiles of 2,048 rows, as of 4,096 and 8,192: attention makes the peak. Up to 16,384 tokens
-# tiles gain nothing (9.42 GiB with and without: the loss and the last layer), and their launches
-# cost an eager step 1.4% at 32 x 512 of Qwen2.5-3B's.
-MOST_IN_ONE, FEWEST_ROWS = 16_384, 8192
 
+def tiles_of(rows: int, tile_rows: int | None) -> list[slice]:
+    """Return tiles of at least tile_rows, or one for all if they are not twice as many, or None.
 
-def tiles_of(rows: int) -> list[slice]:
-    """Return the tiles, all of one size but for the last, which may be smaller: the first one's
-    memory is enough for each. They begin where a word of dropout's bits does."""
-    count = rows // FEWEST_ROWS if rows > MOST_IN_ONE else 1
+    All are of one size but for the last, which may be smaller: the first one's memory is enough for
+    each. They begin where a word of dropout's bits does.
+    """
+    count = 1 if tile_rows is None or rows <= 2 * tile_rows else rows // tile_rows
     size = cdiv(cdiv(rows, count), ROWS_OF_A_WORD.value) * ROWS_OF_A_WORD.value
     return [slice(first, min(first + size, rows)) for first in range(0, rows, max(size, 1))]
 

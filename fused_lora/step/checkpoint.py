@@ -47,6 +47,15 @@ POLICIES = ("none", "full", "offload", "selective")
 # recompute of one layer of 36 is 0.6% of a step of 32 x 512 tokens (35 take 100 of 479 ms).
 LAST_ROWS = 16_384
 
+# An MLP that is recomputed goes through tiles of so many rows, if there are more than twice as many
+# (`layer/tiles.py`). On an H200, six layers of Llama-3.1-8B's sizes take 20.44 GiB at 65,536 tokens
+# in one piece and 14.68 in tiles of 2,048 rows, as of 4,096 and 8,192: attention makes the peak. Up
+# to 16,384 tokens such tiles gain nothing (9.42 GiB with and without: the loss and the last layer),
+# and their launches cost an eager step 1.4% at 32 x 512 of Qwen2.5-3B's.
+TILE_ROWS = 8192
+# In graphs launches cost little, and there MLPs make the peak.
+TILE_ROWS_IN_GRAPHS = 2048
+
 
 class Checkpoint:
     """One policy for the layers of one model.
@@ -62,7 +71,13 @@ class Checkpoint:
             not a finite number, or given for another policy.
     """
 
-    def __init__(self, policy: str, memory_gib: float | None = None, host_gib: float | None = None):
+    def __init__(
+        self,
+        policy: str,
+        memory_gib: float | None = None,
+        host_gib: float | None = None,
+        tile_rows: int = TILE_ROWS,
+    ):
         given = policy or "checkpoint=''"
         if policy != "selective" and memory_gib is not None:
             raise ValueError(f"checkpoint: checkpoint_gib is for selective, not for {given}")
@@ -82,7 +97,7 @@ class Checkpoint:
                 "checkpoint: host_gib, the host memory that offload may pin, should be a number of "
                 f"GiB; got {host_gib!r}"
             )
-        self.policy = policy
+        self.policy, self.tile_rows = policy, tile_rows
         self.budget_bytes = int((memory_gib or 0.0) * 2**30)
         self.layer_bytes: dict[tuple, int] = {}  # by input shape and layer index
         self.kept_bytes = 0  # held by the layers kept so far in this forward
@@ -101,8 +116,17 @@ class Checkpoint:
             if on.following:  # the last one's backward would start before its input is copied out
                 keep = self.offload.keep(inputs[0], on.following)
                 with self.offload.hooks():
-                    return _checkpointed(on.layer(), forward, *inputs, keep=keep)
-        return _checkpointed(on.layer(), forward, *inputs)
+                    return self._checkpointed(on.layer(), forward, *inputs, keep=keep)
+        return self._checkpointed(on.layer(), forward, *inputs)
+
+    def _checkpointed(self, layer: nn.Module, forward: Callable, *inputs, **options):
+        """Run `recomputed` with these options, in a capture without the random state."""
+        options |= {"module": layer, "tile_rows": self.tile_rows}
+        if not is_capturing(inputs[0]):
+            return recomputed(forward, *inputs, **options)
+        with ExitStack() as hooks:
+            _refuse_dropout(layer, hooks)
+            return recomputed(forward, *inputs, keep_random_state=False, **options)
 
     # --- selective --------------------------------------------------------------------------------
 
@@ -112,9 +136,9 @@ class Checkpoint:
         place = inputs[0].shape, index
         if place not in self.layer_bytes:
             see = partial(self._measure, layer, place)
-            return _checkpointed(layer, forward, *inputs, see=see)
+            return self._checkpointed(layer, forward, *inputs, see=see)
         if self.kept_bytes + self.layer_bytes[place] > self.budget_bytes:
-            return _checkpointed(layer, forward, *inputs)
+            return self._checkpointed(layer, forward, *inputs)
         self.kept_bytes += self.layer_bytes[place]
         return forward(*inputs)
 
@@ -181,13 +205,3 @@ def _refuse_dropout(layer: nn.Module, hooks: ExitStack) -> None:
             if layer._compiled_call_impl is not None:  # it would not see a new hook
                 refuse(module)
             hooks.enter_context(module.register_forward_pre_hook(refuse))
-
-
-def _checkpointed(layer: nn.Module, forward: Callable, *inputs, **options):
-    """Run `recomputed` with these options, in a capture without the random state."""
-    options["module"] = layer
-    if not is_capturing(inputs[0]):
-        return recomputed(forward, *inputs, **options)
-    with ExitStack() as hooks:
-        _refuse_dropout(layer, hooks)
-        return recomputed(forward, *inputs, keep_random_state=False, **options)

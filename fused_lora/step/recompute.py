@@ -28,6 +28,7 @@ def recomputed(
     keep: Keep | None = None,
     see: Callable[[list[Tensor]], Any] | None = None,
     module: nn.Module | None = None,
+    tile_rows: int | None = None,
 ):
     """Run ``forward(*inputs)``, keeping only the inputs for backward.
 
@@ -42,6 +43,7 @@ def recomputed(
             tensors among them, so hooks around the call see them.
         keep: how `once` keeps a result; None: recompute it, unless it is small.
         see: called with everything that the second run saved, while it is all there.
+        tile_rows: of an MLP's tiles (`rerun.rows_of_a_tile`).
         module: what runs. Its modes, dropouts and adapters are the same in the second run.
 
     Raises:
@@ -50,6 +52,7 @@ def recomputed(
     if not torch.is_grad_enabled():
         return forward(*inputs)
     run = _Run(forward, inputs, keep_random_state, keep, see, module)
+    run.tile_rows = tile_rows
     with run, saved_tensors_hooks(run.forget, _remember):
         return forward(*inputs)
 
@@ -81,6 +84,7 @@ class _Run:
         generators = _generators_of(tensors[0]) if keep_random_state else ()
         self.random_states = [(generator, generator.get_state()) for generator in generators]
         self.keep, self.see = keep, see
+        self.tile_rows: int | None = None
         self.settings = ModuleSettings(nn.Module() if module is None else module)
         self.were = self.settings.kept()
         self.kept: list[list[tuple[bool, Any]]] = []  # by call of `once`: is_tensor, value

@@ -8,9 +8,10 @@ from cases.layer_case import BF16, layer_of, peft_model, run, tokens
 from cases.reference import assert_near
 
 from fused_lora import Fusion, fuse
-from fused_lora.layer import tiles
 from fused_lora.layer.mlp_block import MLPBlock
+from fused_lora.layer.tiles import tiles_of
 from fused_lora.reading.known import inner_norm
+from fused_lora.step.checkpoint import policies_in
 
 ONE = {"num_hidden_layers": 1, "pad_token_id": 0}
 MODELS = {
@@ -33,7 +34,8 @@ MODELS = {
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Return a function that makes tiles small, and the rows that MLPs then computed at once."""
+    """Return a function that makes a model's tiles small, and the rows that its MLPs then computed
+    at once."""
     computed, enter = [], MLPBlock._enter
 
     def seen(block, x, *others):
@@ -42,9 +44,9 @@ def small_tiles(monkeypatch):
 
     monkeypatch.setattr(MLPBlock, "_enter", seen)
 
-    def small():
-        monkeypatch.setattr(tiles, "MOST_IN_ONE", 64)
-        monkeypatch.setattr(tiles, "FEWEST_ROWS", 32)
+    def small(model):
+        (policy,) = policies_in(model)
+        policy.tile_rows = 32
         computed.clear()
         return computed
 
@@ -66,7 +68,7 @@ def test_gradients_are_those_of_the_mlp_in_one_piece(name, small_tiles, device):
         return run(fused, hidden, grad)
 
     want = results()
-    computed = small_tiles()
+    computed = small_tiles(fused)
     got = results()
     assert computed == [64, 64, 2] * 2  # in the forward, and in backward each tile on its own
     assert got.keys() == want.keys()
@@ -76,14 +78,15 @@ def test_gradients_are_those_of_the_mlp_in_one_piece(name, small_tiles, device):
 
 
 @pytest.mark.parametrize(
-    ("rows", "sizes"),
+    ("rows", "tile_rows", "sizes"),
     [
-        (0, []), (16_384, [16_384]), (16_385, [8224, 8161]), (65_536, [8192] * 8),
-        (100_001, [8352] * 11 + [8129]),
+        (0, 8192, []), (100_000, None, [100_000]), (16_384, 8192, [16_384]),
+        (16_385, 8192, [8224, 8161]), (8192, 2048, [2048] * 4),
+        (100_001, 8192, [8352] * 11 + [8129]),
     ],
 )  # fmt: skip
-def test_no_tile_is_larger_than_the_first_or_begins_within_a_word(rows, sizes):
-    found = tiles.tiles_of(rows)
+def test_no_tile_is_larger_than_the_first_or_begins_within_a_word(rows, tile_rows, sizes):
+    found = tiles_of(rows, tile_rows)
     assert not any(one.start % 32 for one in found)
     assert [one.stop - one.start for one in found] == sizes
 
@@ -92,7 +95,7 @@ def test_what_a_layer_kept_whole_would_hold_is_measured_in_one_piece(small_tiles
     """By the run that checkpoint="selective" measures. Later runs may be in tiles."""
     fused = peft_model(device, config=ONE)
     fuse(fused, Fusion(layer=True, checkpoint="selective", checkpoint_gib=0.0))
-    computed = small_tiles()
+    computed = small_tiles(fused)
     for _ in range(2):
         run(fused, *tokens((1, 130), torch.float32, device))
     assert computed == [130] * 2 + [64, 64, 2] * 2
