@@ -361,8 +361,8 @@ class AtOnce(Stream):
 # how many attention's output as well. An input takes 832 bytes, the rest 1,792.
 ROOM = {
     "parts": (ALL, 200, 3, 0),
-    "layer": ({"layer": True}, 200, 3, 3),
-    "layer, room for two": ({"layer": True}, 14, 3, 2),
+    "layer": ({"layer": True}, 22, 3, 3),
+    "layer, room for two": ({"layer": True}, 16, 3, 0),
     "layer, for inputs alone": ({"layer": True}, 6, 3, 0),
     "nothing fused, for one input": ({}, 2, 1, 0),
 }
