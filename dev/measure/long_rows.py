@@ -256,8 +256,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", nargs="+", choices=ENVIRONMENT, default=[*ENVIRONMENT])
     parser.add_argument("--cards", nargs="+", type=float, default=[16.0, 24.0, 48.0, 80.0],
                         metavar="GIB")  # fmt: skip
-    parser.add_argument("--lengths", nargs=2, type=int, default=[16384, 32768], metavar="N",
-                        help="of the two short rows (default: 16384 32768)")  # fmt: skip
+    parser.add_argument("--lengths", nargs=2, type=int, default=[32768, 65536], metavar="N",
+                        help="of the two short rows, of which fused needs more than 16384 "
+                             "(default: 32768 65536)")  # fmt: skip
     add_sizes(parser, SIZES)
     parser.add_argument("--checkpoint", default="offload", help="of fused (default: offload)")
     parser.add_argument("--host-gib", type=float, metavar="GIB",
