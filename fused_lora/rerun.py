@@ -67,8 +67,8 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
 
 
 def rows_of_a_tile() -> int | None:
-    """Return how many rows an MLP should compute at once, None for all of them: in a forward that
-    is not run again, or whose memory is measured for a layer that keeps it."""
+    """Return how many rows an MLP should compute at once, None for all of them: outside of a
+    recomputed forward, or where its memory is measured for a layer that keeps it."""
     around = runs()
     return around[-1].tile_rows if around and around[-1].see is None else None
 

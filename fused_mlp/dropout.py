@@ -51,8 +51,8 @@ class Mask(NamedTuple):
     bits: Tensor
     scale: float
 
-    def of_rows(self, rows: slice) -> "Mask":
-        """Return the mask of these rows of x, the first of which begins a word."""
+    def at(self, rows: slice) -> "Mask":
+        """Return the mask of these rows of x. The first row begins a word of bits."""
         words = ROWS_OF_A_WORD.value
         return Mask(self.bits[rows.start // words : cdiv(rows.stop, words)], self.scale)
 

@@ -47,7 +47,7 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
     "unsloth_target": {"UNSLOTH_TILED_MLP": "target"},
     "unsloth": {},
 }
-POSITIONS = 2**20  # so that nothing scales RoPE
+POSITIONS = 2**20  # long enough that nothing scales RoPE
 # Multiples of "grid", as many rows for each card as "tries", each step of at most "limit" seconds
 SIZES = {"--grid": 4096, "--tries": 2, "--limit": 120, "--rank": 32}
 CLOSE = 0.03  # of a length: nearer we do not look
@@ -58,7 +58,7 @@ COLUMNS = (
 
 
 class Step(NamedTuple):
-    """A step on a row of so many tokens, and the memory at its peak.
+    """A step on a row, and the memory at its peak.
 
     pinned_gib: host memory that torch has pinned. process_gib: how much the process grew.
     """
@@ -82,7 +82,8 @@ class Found(NamedTuple):
 
 
 def longest_in(room: float, two: Sequence[Step], memory: str, grid: int) -> int:
-    """Return the longest row in so many GiB, as two rows' "allocated_gib" or "reserved_gib" say."""
+    """Return the longest row that fits the room in GiB, by the line through what two steps took.
+    memory: "allocated_gib" or "reserved_gib"."""
     short, long = two
     low, high = getattr(short, memory), getattr(long, memory)
     gib_per_token = (high - low) / (long.tokens - short.tokens)
@@ -197,7 +198,7 @@ def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) ->
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=ON_GPU)
     words = model.config.get_text_config().vocab_size
-    send(f"{run}: allocator {built.settings.allocator or 'as it comes'}")
+    send(f"{run}: allocator {built.settings.allocator or 'with its defaults'}")
 
     def train(tokens: int, card_gib: float, steps: int) -> Step | None:
         start_anew(model, tokens, card_gib)
@@ -257,8 +258,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cards", nargs="+", type=float, default=[16.0, 24.0, 48.0, 80.0],
                         metavar="GIB")  # fmt: skip
     parser.add_argument("--lengths", nargs=2, type=int, default=[32768, 65536], metavar="N",
-                        help="of the two short rows, of which fused needs more than 16384 "
-                             "(default: 32768 65536)")  # fmt: skip
+                        help="tokens of the two short rows (default: 32768 65536), more than "
+                             "16384: with fewer, fused keeps its last layer whole")  # fmt: skip
     add_sizes(parser, SIZES)
     parser.add_argument("--checkpoint", default="offload", help="of fused (default: offload)")
     parser.add_argument("--host-gib", type=float, metavar="GIB",

@@ -113,7 +113,7 @@ class Gradient(NamedTuple):
     total: Tensor  # [T, hidden], in the residual's dtype
     incoming: Incoming | None  # as the last projection of the block before reads it; None: as it is
 
-    def of_rows(self, rows: slice) -> "Gradient":
+    def at(self, rows: slice) -> "Gradient":
         incoming = self.incoming and self.incoming.rows
         return Gradient(self.total[rows], None if incoming is None else Incoming(incoming[rows]))
 

@@ -48,9 +48,9 @@ class Dropout(NamedTuple):
     masks: Masks
     blocks: tuple[int, ...]
 
-    def of_rows(self, rows: slice) -> "Dropout":
-        """Return the masks of these rows, the first of which begins a word."""
-        return Dropout([mask and mask.of_rows(rows) for mask in self.masks], self.blocks)
+    def at(self, rows: slice) -> "Dropout":
+        """Return the masks of these rows. The first row begins a word of bits."""
+        return Dropout([mask and mask.at(rows) for mask in self.masks], self.blocks)
 
 
 class ProductInput(NamedTuple):

@@ -135,9 +135,9 @@ class MLPBlock(NamedTuple):
     ) -> SavedTiles:
         def add(rows: slice) -> Tensor:
             assert output is not None
-            of_tile = dropouts.of_rows(rows)
-            _, gate_up = self._enter(x[rows], output[rows], of_tile)
-            z, _ = self._add_activated(gate_up, x[rows], output[rows], of_tile.output)
+            its_dropouts = dropouts.at(rows)
+            _, gate_up = self._enter(x[rows], output[rows], its_dropouts)
+            z, _ = self._add_activated(gate_up, x[rows], output[rows], its_dropouts.output)
             return z
 
         every_z = [] if output is None else [add(rows) for rows in tiles]
@@ -153,7 +153,7 @@ class MLPBlock(NamedTuple):
             return self._backward(run, x, saved, gradient, need_x, before)
         tiled = TiledBackward(run, x, gradient, before)
         for rows in saved.tiles:
-            tile, its_gradient = tiled.of_rows(rows)
+            tile, its_gradient = tiled.at(rows)
             tiled.add(self._backward_tile(tile, x[rows], saved.z_down[rows], its_gradient, need_x))
         return tiled.grad_x if need_x else None, tiled.trained()
 

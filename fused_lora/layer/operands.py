@@ -159,9 +159,9 @@ class Dropouts(NamedTuple):
     inputs: Dropout | None = None
     output: Dropout | None = None
 
-    def of_rows(self, rows: slice) -> "Dropouts":
-        """Return the masks of these rows, the first of which begins a word."""
-        return Dropouts(*(one and one.of_rows(rows) for one in self))
+    def at(self, rows: slice) -> "Dropouts":
+        """Return the masks of these rows. The first row begins a word of bits."""
+        return Dropouts(*(one and one.at(rows) for one in self))
 
 
 def draw_dropouts(name: str, frame: Frame, tokens: int, of_output: bool = True) -> Dropouts:

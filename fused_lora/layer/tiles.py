@@ -53,15 +53,15 @@ class TiledBackward:
         self._sums: list[Tensor] = []
         self._are_there: list[bool] = []
 
-    def of_rows(self, rows: slice) -> tuple[BlockBackward, Gradient]:
+    def at(self, rows: slice) -> tuple[BlockBackward, Gradient]:
         """Return the backward of these rows alone, and the gradient that it starts from."""
         run = self._run
         tile = BlockBackward(
-            run.frame, run.dropouts.of_rows(rows), self._adapters, self._needed, self._in_fp32,
+            run.frame, run.dropouts.at(rows), self._adapters, self._needed, self._in_fp32,
             AdapterSums(),
         )  # fmt: skip
-        tile.grad_x = self.grad_x.of_rows(rows)
-        return tile, self._gradient.of_rows(rows)
+        tile.grad_x = self.grad_x.at(rows)
+        return tile, self._gradient.at(rows)
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add a tile's gradients of what the block trains."""

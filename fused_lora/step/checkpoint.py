@@ -47,11 +47,11 @@ POLICIES = ("none", "full", "offload", "selective")
 # recompute of one layer of 36 is 0.6% of a step of 32 x 512 tokens (35 take 100 of 479 ms).
 LAST_ROWS = 16_384
 
-# An MLP that is recomputed goes through tiles of so many rows, if there are more than twice as many
-# (`layer/tiles.py`). On an H200, six layers of Llama-3.1-8B's sizes take 20.44 GiB at 65,536 tokens
-# in one piece and 14.68 in tiles of 2,048 rows, as of 4,096 and 8,192: attention makes the peak. Up
-# to 16,384 tokens such tiles gain nothing (9.42 GiB with and without: the loss and the last layer),
-# and their launches cost an eager step 1.4% at 32 x 512 of Qwen2.5-3B's.
+# The rows of a tile, if an MLP that is recomputed has more than twice that (`layer/tiles.py`). On
+# an H200, six layers of Llama-3.1-8B's sizes take 20.44 GiB at 65,536 tokens in one piece and
+# 14.68 in tiles of 2,048 rows, as of 4,096 and 8,192: attention makes the peak. Up to 16,384 tokens
+# such tiles gain nothing (9.42 GiB with and without: the loss and the last layer), and their
+# launches cost an eager step 1.4% at 32 x 512 of Qwen2.5-3B's.
 TILE_ROWS = 8192
 # In graphs launches cost little, and there MLPs make the peak.
 TILE_ROWS_IN_GRAPHS = 2048

@@ -223,21 +223,21 @@ class GraphedModule:
         """Add this backward's gradients to the sums, some at a time: all of them together are as
         large as the sums. Return the parameters that get one. leaves: those that stand in for
         `trained`."""
-        of_leaf = dict(zip(leaves, trained, strict=True))
+        tensor_of = dict(zip(leaves, trained, strict=True))
         received: dict[Tensor, None] = {}  # in order, once each
         waiting: list[Tensor] = []
 
         def add() -> None:
             gradients = [leaf.grad for leaf in waiting if leaf.grad is not None]
             if gradients:
-                sums = [self._replays.sums[of_leaf[leaf]] for leaf in waiting]
+                sums = [self._replays.sums[tensor_of[leaf]] for leaf in waiting]
                 torch._foreach_add_(sums, gradients)
             for leaf in waiting:
                 leaf.grad = None
             waiting.clear()
 
         def receive(leaf: Tensor) -> None:
-            received[of_leaf[leaf]] = None
+            received[tensor_of[leaf]] = None
             waiting.append(leaf)
             if len(waiting) == ADDED_AT_ONCE:
                 add()
