@@ -43,8 +43,8 @@ from .recompute import recomputed
 
 POLICIES = ("none", "full", "offload", "selective")
 # A whole last layer holds 70 kB a row at Qwen2.5-3B's sizes and 100 KiB at an 8B's: here 1.1 and
-# 1.6 GiB, while the loss takes 1.2 GiB for a chunk of logits at any number of rows. On an H200 the
-# recompute of one layer of 36 is 0.6% of a step of 32 x 512 tokens (35 take 100 of 479 ms).
+# 1.6 GiB, while the loss takes 0.6 GiB for a chunk of logits at any number of rows. Recomputing one
+# layer of 36 is 0.6% of a step of 32 x 512 tokens on an H200, where 35 take 100 of 479 ms.
 LAST_ROWS = 16_384
 
 # The rows of a tile, if an MLP that is recomputed has more than twice that (`layer/tiles.py`). On
@@ -53,7 +53,7 @@ LAST_ROWS = 16_384
 # such tiles gain nothing (9.42 GiB with and without: the loss and the last layer), and their
 # launches cost an eager step 1.4% at 32 x 512 of Qwen2.5-3B's.
 TILE_ROWS = 8192
-# In graphs launches cost little, and there MLPs make the peak.
+# In graphs launches cost little. A trainer's rows are short, and MLPs would make the peak.
 TILE_ROWS_IN_GRAPHS = 2048
 
 
