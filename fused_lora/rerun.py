@@ -9,7 +9,8 @@ through it: `split` takes the tensors out of a record of records, `join` puts ot
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ Record = TypeVar("Record", bound=tuple)
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.runs: list[Any] = []
+        self.tile_rows: int | None = None
 
 
 _thread = _Thread()
@@ -66,11 +68,21 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
     return around[-1].once(function, keep)
 
 
+@contextmanager
+def in_tiles(tile_rows: int | None) -> Iterator[None]:
+    """Context in which an MLP computes so many rows at once."""
+    before, _thread.tile_rows = _thread.tile_rows, tile_rows
+    try:
+        yield
+    finally:
+        _thread.tile_rows = before
+
+
 def rows_of_a_tile() -> int | None:
-    """Return how many rows an MLP should compute at once, None for all of them: outside of a
-    recomputed forward, or where its memory is measured for a layer that keeps it."""
+    """Return how many rows an MLP should compute at once, None for all of them: where nobody
+    checkpoints, or where its memory is measured for a layer that keeps it."""
     around = runs()
-    return around[-1].tile_rows if around and around[-1].see is None else None
+    return around[-1].tile_rows if around else _thread.tile_rows
 
 
 def has_kept() -> bool:

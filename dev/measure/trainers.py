@@ -167,8 +167,11 @@ def measure(send: Any, kind: str, run: str, asked: argparse.Namespace, checkpoin
         if run in (FUSED, GRAPHED):
             from fused_lora import Fusion, fuse, graph_steps
 
-            policy = "full" if asked.checkpointing else "none"
-            fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=policy)
+            policy = "offload" if run == FUSED else ""  # graph_steps chooses its own
+            fusion = Fusion(
+                layer=True, rms_norm=True, cross_entropy=True,
+                checkpoint=policy if asked.checkpointing else "none",
+            )  # fmt: skip
             send(str(fuse(trainer.model, fusion)))
             graphs = graph_steps(trainer) if run == GRAPHED else None
         step = trainer.training_step

@@ -15,9 +15,9 @@ We keep whole layers, because every part of one costs about as much to recompute
 H200 the matmuls of gate and up take 2.1 ms for 688 MiB; q, k, v, attention and o take 0.5 ms for
 about 230. The budget only decides how many layers.
 
-With a fused loss the last layer keeps what it saves under every policy, on up to LAST_ROWS rows.
-Its backward comes next, so checkpointing it would save little but memory that the loss has just
-freed. Longer rows hold more than that.
+With a fused loss the last layer keeps what it saves under every policy, unless its MLP goes through
+tiles of rows. Its backward comes next, so checkpointing it would save little but memory that the
+loss has just freed. Longer rows hold more than that.
 
 A layer is recomputed (`recompute.py`) for what its functions save, not for its output. The second
 run stops at the last missing tensor. In most layers LoRA_MLP is the last to save one. `saving_last`
@@ -42,18 +42,17 @@ from .offload import Offload
 from .recompute import recomputed
 
 POLICIES = ("none", "full", "offload", "selective")
-# A whole last layer holds 70 kB a row at Qwen2.5-3B's sizes and 100 KiB at an 8B's: here 1.1 and
-# 1.6 GiB, while the loss takes 0.6 GiB for a chunk of logits at any number of rows. Recomputing one
-# layer of 36 is 0.6% of a step of 32 x 512 tokens on an H200, where 35 take 100 of 479 ms.
-LAST_ROWS = 16_384
-
 # The rows of a tile, if an MLP that is recomputed has more than twice that (`layer/tiles.py`). On
 # an H200, six layers of Llama-3.1-8B's sizes take 20.44 GiB at 65,536 tokens in one piece and
 # 14.68 in tiles of 2,048 rows, as of 4,096 and 8,192: attention makes the peak. Up to 16,384 tokens
 # such tiles gain nothing (9.42 GiB with and without: the loss and the last layer), and their
-# launches cost an eager step 1.4% at 32 x 512 of Qwen2.5-3B's.
+# launches cost an eager step 1.4% at 32 x 512 of Qwen2.5-3B's. A whole last layer holds 70 kB a
+# row there and 100 KiB at an 8B's, which is 1.1 and 1.6 GiB at 16,384 rows; the loss takes 0.6 GiB
+# for a chunk of logits at any number of rows. Recomputing one layer of 36 is 0.6% of a step of 32 x
+# 512 tokens, where 35 take 100 of 479 ms.
 TILE_ROWS = 8192
-# In graphs launches cost little. A trainer's rows are short, and MLPs would make the peak.
+# In graphs launches cost little. A trainer's rows are short, and MLPs and the last layer would make
+# the peak.
 TILE_ROWS_IN_GRAPHS = 2048
 
 
@@ -105,8 +104,8 @@ class Checkpoint:
 
     def run(self, on: "LayerPolicy", forward: Callable, *inputs):
         """Run a layer's forward under this policy."""
-        rows = inputs[0].shape[:-1].numel()
-        if self.policy == "none" or (on.is_kept_last and rows <= LAST_ROWS):
+        in_tiles = inputs[0].shape[:-1].numel() > 2 * self.tile_rows
+        if self.policy == "none" or (on.is_kept_last and not in_tiles):
             return forward(*inputs)
         if self.policy == "selective":
             return self._selective(on.layer(), on.index, forward, *inputs)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..rerun import Keep, runs, split
+from ..rerun import Keep, in_tiles, runs, split
 from .settings import ModuleSettings
 
 
@@ -50,9 +50,9 @@ def recomputed(
         RuntimeError: from backward, if the second run saves other tensors than the first.
     """
     if not torch.is_grad_enabled():
-        return forward(*inputs)
-    run = _Run(forward, inputs, keep_random_state, keep, see, module)
-    run.tile_rows = tile_rows
+        with in_tiles(tile_rows):
+            return forward(*inputs)
+    run = _Run(forward, inputs, keep_random_state, keep, see, module, tile_rows)
     with run, saved_tensors_hooks(run.forget, _remember):
         return forward(*inputs)
 
@@ -69,6 +69,7 @@ class _Run:
         keep: Keep | None,
         see: Callable[[list[Tensor]], Any] | None,
         module: nn.Module | None,
+        tile_rows: int | None,
     ):
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         device = tensors[0].device.type
@@ -84,7 +85,8 @@ class _Run:
         generators = _generators_of(tensors[0]) if keep_random_state else ()
         self.random_states = [(generator, generator.get_state()) for generator in generators]
         self.keep, self.see = keep, see
-        self.tile_rows: int | None = None
+        # the run that measures is in one piece
+        self.tile_rows = None if see is not None else tile_rows
         self.settings = ModuleSettings(nn.Module() if module is None else module)
         self.were = self.settings.kept()
         self.kept: list[list[tuple[bool, Any]]] = []  # by call of `once`: is_tensor, value

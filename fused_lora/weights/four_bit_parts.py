@@ -100,6 +100,9 @@ def why_not_input(x: Tensor, reads: Sequence[Projection]) -> str:
     """Return the reason if projections in 4 bits cannot run fused on this input, or ""."""
     for read in reads:
         if read.is_packed:
+            device = read.weight.device
+            if device != x.device:  # there it may not be quantised yet
+                return f"its weights are on {device}, its input on {x.device}: move the model"
             dtypes = [tensor.dtype for tensor in (read.weight, read.bias) if tensor is not None]
             if {*dtypes, x.dtype, compute_dtype(x)} != {x.dtype}:
                 return (

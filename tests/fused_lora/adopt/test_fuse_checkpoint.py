@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.foreign.checkpointing import policy_of
-from fused_lora.step import checkpoint
+from fused_lora.step.checkpoint import policies_in
 from fused_lora.step.settings import ModuleSettings
 
 KEPT = {"checkpoint": "selective", "checkpoint_gib": 90e3 / 2**30}  # one layer of three
@@ -81,31 +81,32 @@ def runs_of_a_step(model):
 
 
 TWICE = [0, 1, 1, 0]
-ROWS = 2 * SHORT  # of a step
-RUNS = {  # what we fuse, one after the other, on how many rows a last layer is kept, what then runs
-    "none": ([Fusion(checkpoint="none")], ROWS, [0, 1]),
-    "full": ([Fusion(checkpoint="full")], ROWS, TWICE),
-    "full, then offload": ([Fusion(checkpoint="full"), Fusion(checkpoint="offload")], ROWS, TWICE),
-    "selective": ([Fusion(**NONE_KEPT)], ROWS, TWICE),
+TILE = SHORT  # rows of a tile: a step has twice as many, and then one tile
+RUNS = {  # what we fuse, one after the other, the rows of a tile, what then runs
+    "none": ([Fusion(checkpoint="none")], TILE, [0, 1]),
+    "full": ([Fusion(checkpoint="full")], TILE, TWICE),
+    "full, then offload": ([Fusion(checkpoint="full"), Fusion(checkpoint="offload")], TILE, TWICE),
+    "selective": ([Fusion(**NONE_KEPT)], TILE, TWICE),
     # the last layer is not recomputed: its backward comes next
-    "fused loss": ([LOSS, Fusion(checkpoint="offload")], ROWS, [0, 1, 0]),
-    "fused loss at once": ([Fusion(cross_entropy=True, **NONE_KEPT)], ROWS, [0, 1, 0]),
-    "long rows": ([LOSS, Fusion(checkpoint="offload")], ROWS - 1, TWICE),
-    "long rows, full": ([Fusion(cross_entropy=True, checkpoint="full")], ROWS - 1, TWICE),
-    "long rows, none": ([Fusion(cross_entropy=True, checkpoint="none")], ROWS - 1, [0, 1]),
+    "fused loss": ([LOSS, Fusion(checkpoint="offload")], TILE, [0, 1, 0]),
+    "fused loss at once": ([Fusion(cross_entropy=True, **NONE_KEPT)], TILE, [0, 1, 0]),
+    "long rows": ([LOSS, Fusion(checkpoint="offload")], TILE - 1, TWICE),
+    "long rows, full": ([Fusion(cross_entropy=True, checkpoint="full")], TILE - 1, TWICE),
+    "long rows, none": ([Fusion(cross_entropy=True, checkpoint="none")], TILE - 1, [0, 1]),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_policy_takes_the_place_of_the_models_own_until_unfuse(name, device, monkeypatch):
-    fusions, rows, wanted = RUNS[name]
-    monkeypatch.setattr(checkpoint, "LAST_ROWS", rows)
+def test_a_policy_takes_the_place_of_the_models_own_until_unfuse(name, device):
+    fusions, tile_rows, wanted = RUNS[name]
     model = peft_model(device)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     runs, want = runs_of_a_step(model)
     assert runs == TWICE
     for fusion in fusions:
         fuse(model, fusion)
+    for policy in policies_in(model):
+        policy.tile_rows = tile_rows
     runs, got = runs_of_a_step(model)
     assert runs == wanted
     assert_close(got, want)

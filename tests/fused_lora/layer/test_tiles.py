@@ -74,7 +74,8 @@ def test_gradients_are_those_of_the_mlp_in_one_piece(name, small_tiles, device):
     assert got.keys() == want.keys()
     for name in want:
         assert got[name].dtype == want[name].dtype, name
-        assert_near(got[name], want[name], 2 * torch.finfo(dtype).eps, name)
+        # on a GPU matmuls in fp32 add up fewer rows' products in another order: 2.7 eps on an H200
+        assert_near(got[name], want[name], 4 * torch.finfo(dtype).eps, name)
 
 
 @pytest.mark.parametrize(
@@ -99,3 +100,15 @@ def test_what_a_layer_kept_whole_would_hold_is_measured_in_one_piece(small_tiles
     for _ in range(2):
         run(fused, *tokens((1, 130), torch.float32, device))
     assert computed == [130] * 2 + [64, 64, 2] * 2
+
+
+def test_a_reference_pass_is_in_tiles(small_tiles, device):
+    fused = peft_model(device, config=ONE)
+    rows = torch.zeros(1, 130, dtype=torch.long, device=device)
+    fuse(fused, Fusion(layer=True, checkpoint="full"))
+    with torch.no_grad(), fused.disable_adapter():
+        want = fused(input_ids=rows).logits
+        computed = small_tiles(fused)
+        got = fused(input_ids=rows).logits
+    assert computed == [64, 64, 2]
+    assert_near(got, want, 4 * torch.finfo(want.dtype).eps)
