@@ -242,7 +242,7 @@ FAULTS = (
           "recompute"),
     Fault("fused_lora/step/checkpoint.py", "kept_bytes += self", "kept_bytes = self",
           "fuse_checkpoint_memory"),
-    Fault("fused_lora/step/checkpoint.py", "numel() > 2", "numel() >= 2",
+    Fault("fused_lora/step/checkpoint.py", "numel() >= 2", "numel() > 2",
           "fuse_checkpoint"),
     Fault("fused_lora/foreign/checkpointing.py", "len(layers) - 1 - index", "len(layers) - index",
           "offload"),

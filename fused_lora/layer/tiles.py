@@ -19,12 +19,12 @@ from .operands import Kind, Kinds, Trained
 
 
 def tiles_of(rows: int, tile_rows: int | None) -> list[slice]:
-    """Return tiles of at least tile_rows, or one for all if they are not twice as many, or None.
+    """Return tiles of at least tile_rows, or one for all if that is None.
 
     All are of one size but for the last, which may be smaller: the first one's memory is enough for
     each. They begin where a word of dropout's bits does.
     """
-    count = 1 if tile_rows is None or rows <= 2 * tile_rows else rows // tile_rows
+    count = 1 if tile_rows is None else max(rows // tile_rows, 1)
     size = cdiv(cdiv(rows, count), ROWS_OF_A_WORD.value) * ROWS_OF_A_WORD.value
     return [slice(first, min(first + size, rows)) for first in range(0, rows, max(size, 1))]
 

@@ -42,7 +42,7 @@ from .offload import Offload
 from .recompute import recomputed
 
 POLICIES = ("none", "full", "offload", "selective")
-# The rows of a tile, if an MLP that is recomputed has more than twice that (`layer/tiles.py`). On
+# The rows of a tile, if an MLP that is recomputed has at least twice that (`layer/tiles.py`). On
 # an H200, six layers of Llama-3.1-8B's sizes take 20.44 GiB at 65,536 tokens in one piece and
 # 14.68 in tiles of 2,048 rows, as of 4,096 and 8,192: attention makes the peak. Up to 16,384 tokens
 # such tiles gain nothing (9.42 GiB with and without: the loss and the last layer), and their
@@ -50,7 +50,7 @@ POLICIES = ("none", "full", "offload", "selective")
 # row there and 100 KiB at an 8B's, which is 1.1 and 1.6 GiB at 16,384 rows; the loss takes 0.6 GiB
 # for a chunk of logits at any number of rows. Recomputing one layer of 36 is 0.6% of a step of 32 x
 # 512 tokens, where 35 take 100 of 479 ms.
-TILE_ROWS = 8192
+TILE_ROWS = 8224  # 32 x 512 tokens are in one piece
 # In graphs launches cost little. A trainer's rows are short, and MLPs and the last layer would make
 # the peak.
 TILE_ROWS_IN_GRAPHS = 2048
@@ -104,7 +104,7 @@ class Checkpoint:
 
     def run(self, on: "LayerPolicy", forward: Callable, *inputs):
         """Run a layer's forward under this policy."""
-        in_tiles = inputs[0].shape[:-1].numel() > 2 * self.tile_rows
+        in_tiles = inputs[0].shape[:-1].numel() >= 2 * self.tile_rows
         if self.policy == "none" or (on.is_kept_last and not in_tiles):
             return forward(*inputs)
         if self.policy == "selective":

@@ -81,7 +81,7 @@ def runs_of_a_step(model):
 
 
 TWICE = [0, 1, 1, 0]
-TILE = SHORT  # rows of a tile: a step has twice as many, and then one tile
+TILE = SHORT + 1  # rows of a tile: a step's 2 * SHORT do not make two
 RUNS = {  # what we fuse, one after the other, the rows of a tile, what then runs
     "none": ([Fusion(checkpoint="none")], TILE, [0, 1]),
     "full": ([Fusion(checkpoint="full")], TILE, TWICE),
