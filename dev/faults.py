@@ -244,6 +244,8 @@ FAULTS = (
           "fuse_checkpoint_memory"),
     Fault("fused_lora/step/checkpoint.py", "numel() >= 2", "numel() > 2",
           "fuse_checkpoint"),
+    Fault("fused_lora/step/graphed_module.py", "nullcontext() if torch.is_grad_enabled() else",
+          "nullcontext() if True else", "tiles"),
     Fault("fused_lora/foreign/checkpointing.py", "len(layers) - 1 - index", "len(layers) - index",
           "offload"),
     Fault("fused_lora/step/offload.py", "inputs * (1 + kept)", "(1 + kept)", "offload"),

@@ -70,7 +70,8 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
 
 @contextmanager
 def in_tiles(tile_rows: int | None) -> Iterator[None]:
-    """Context in which an MLP computes so many rows at once."""
+    """Context in which an MLP outside of a recomputed forward computes so many rows at once. For a
+    forward without gradients: otherwise its backward would compute what this one has dropped."""
     before, _thread.tile_rows = _thread.tile_rows, tile_rows
     try:
         yield
@@ -79,8 +80,8 @@ def in_tiles(tile_rows: int | None) -> Iterator[None]:
 
 
 def rows_of_a_tile() -> int | None:
-    """Return how many rows an MLP should compute at once, None for all of them: where nobody
-    checkpoints, or where its memory is measured for a layer that keeps it."""
+    """Return how many rows an MLP should compute at once, None for all of them: where its backward
+    needs what it computes, or this is measured."""
     around = runs()
     return around[-1].tile_rows if around else _thread.tile_rows
 

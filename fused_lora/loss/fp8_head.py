@@ -25,8 +25,6 @@ from .head import Head
 class Fp8Head(Head):
     """A frozen `Head` in FP8 codes, for bf16 (on the CPU, any dtype)."""
 
-    chunks = 2  # codes of the weight and the gradient need memory beside the logits
-
     def __init__(self, weight: Tensor, bias: Tensor | None, most: int):
         self.weight, self.bias = weight, bias
         self._codes, scales = fp8_rows(weight, padded=weight.shape[1])

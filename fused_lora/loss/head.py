@@ -22,8 +22,6 @@ class Head:
     weight: [vocabulary, hidden]. bias: [vocabulary] or None. most: tokens of the largest chunk.
     """
 
-    chunks = 1  # how many share the memory meant for one
-
     def __init__(self, weight: Tensor, bias: Tensor | None, most: int):
         self.weight, self.bias = weight, bias
         row_stride = cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT

@@ -14,16 +14,17 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#partial-network-capture
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..rerun import in_tiles
 from ..telling import warn
 from .capture import Cuda, copy_into, empty_buffers
-from .checkpoint import policies_in
+from .checkpoint import TILE_ROWS_IN_GRAPHS, policies_in
 from .graph import EAGER_CALLS
 from .graph_checks import addresses_of, form_of, which_train
 from .masks import MASK, LayersWithoutMask, PaddingSeen
@@ -79,7 +80,7 @@ class GraphedModule:
     def in_place(self) -> Iterator[None]:
         """Context in which this is the module's forward."""
         before = vars(self.module).get("forward")
-        self._eager = self.module.forward
+        self._own = self.module.forward
         self.module.forward = self
         try:
             yield
@@ -87,6 +88,12 @@ class GraphedModule:
             del self.module.forward
             if before is not None:
                 self.module.forward = before
+
+    def _eager(self, **inputs: Any) -> Any:
+        """Call the module's own forward. A reference pass keeps nothing for a backward, so whole
+        MLPs would be most of its memory."""
+        with nullcontext() if torch.is_grad_enabled() else in_tiles(TILE_ROWS_IN_GRAPHS):
+            return self._own(**inputs)
 
     # --- one call ---------------------------------------------------------------------------------
 

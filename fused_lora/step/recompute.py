@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..rerun import Keep, in_tiles, runs, split
+from ..rerun import Keep, runs, split
 from .settings import ModuleSettings
 
 
@@ -50,8 +50,7 @@ def recomputed(
         RuntimeError: from backward, if the second run saves other tensors than the first.
     """
     if not torch.is_grad_enabled():
-        with in_tiles(tile_rows):
-            return forward(*inputs)
+        return forward(*inputs)
     run = _Run(forward, inputs, keep_random_state, keep, see, module, tile_rows)
     with run, saved_tensors_hooks(run.forget, _remember):
         return forward(*inputs)

@@ -4,14 +4,18 @@ import pytest
 import torch
 from cases import fp8_case
 from cases.four_bit_case import quantised
+from cases.graph_case import Recorded
 from cases.layer_case import BF16, layer_of, peft_model, run, tokens
+from cases.peft_models import ids
 from cases.reference import assert_near
 
 from fused_lora import Fusion, fuse
 from fused_lora.layer.mlp_block import MLPBlock
 from fused_lora.layer.tiles import tiles_of
 from fused_lora.reading.known import inner_norm
+from fused_lora.step import graphed_module
 from fused_lora.step.checkpoint import policies_in
+from fused_lora.step.graphed_module import GraphedModule
 
 ONE = {"num_hidden_layers": 1, "pad_token_id": 0}
 MODELS = {
@@ -102,13 +106,19 @@ def test_what_a_layer_kept_whole_would_hold_is_measured_in_one_piece(small_tiles
     assert computed == [130] * 2 + [64, 64, 2] * 2
 
 
-def test_a_reference_pass_is_in_tiles(small_tiles, device):
+def test_a_reference_pass_in_graph_steps_is_in_tiles(small_tiles, device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(GraphedModule, "_backend", Recorded)
+    monkeypatch.setattr(graphed_module, "TILE_ROWS_IN_GRAPHS", 32)
     fused = peft_model(device, config=ONE)
-    rows = torch.zeros(1, 130, dtype=torch.long, device=device)
     fuse(fused, Fusion(layer=True, checkpoint="full"))
+    graphed = GraphedModule(fused.get_base_model().model, lambda: None, max_graphs=1)
+    inputs = {"input_ids": ids(device, 0)[:1, :1].expand(1, 130), "use_cache": False}
+    fused.gradient_checkpointing_disable()  # as TRL does for a reference pass
     with torch.no_grad(), fused.disable_adapter():
-        want = fused(input_ids=rows).logits
+        want = graphed.module(**inputs).last_hidden_state
         computed = small_tiles(fused)
-        got = fused(input_ids=rows).logits
+        with graphed.in_place():
+            got = graphed.module(**inputs).last_hidden_state
     assert computed == [64, 64, 2]
     assert_near(got, want, 4 * torch.finfo(want.dtype).eps)

@@ -285,7 +285,7 @@ def test_no_more_logits_than_a_chunks_are_ever_held(drop_ignored, device):
     assert [size for size in watch.sizes if size >= 50 * VOCABULARY * 2] == [50 * 192 * 2]
 
 
-def test_a_chunk_is_2048_tokens_or_as_many_as_its_bytes_allow(monkeypatch, case):
+def test_a_chunk_is_1024_tokens_unless_told_otherwise(monkeypatch, case):
     hidden, weight, _, labels = case
     seen, launch = [], head_module.cross_entropy_
 
@@ -294,17 +294,12 @@ def test_a_chunk_is_2048_tokens_or_as_many_as_its_bytes_allow(monkeypatch, case)
         return launch(logits, *others, **settings)
 
     monkeypatch.setattr(head_module, "cross_entropy_", spy)
-    assert module.CHUNK_TOKENS == 2048 and module.CHUNK_BYTES == 2048 * 262_144 * 2
-    assert module.default_chunk_tokens(262_144, torch.bfloat16, 2) == 1024  # as the FP8 head's are
-    linear_cross_entropy(hidden, weight, labels)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 6 * 2 * VOCABULARY)
+    assert module.CHUNK_TOKENS == 1024
     linear_cross_entropy(hidden, weight, labels)
     monkeypatch.setattr(module, "CHUNK_TOKENS", 5)
     linear_cross_entropy(hidden, weight, labels)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 10)  # a row at least
-    linear_cross_entropy(hidden[0, 2:5], weight, labels[0, 2:5])
     linear_cross_entropy(hidden, weight, labels, chunk_tokens=9)
-    assert seen == [14, 6, 6, 2, 5, 5, 4, 1, 1, 9, 5]
+    assert seen == [14, 5, 5, 4, 9, 5]
 
 
 SYNCHRONISING = {"nonzero", "_local_scalar_dense", "item", "masked_select", "is_nonzero"}
