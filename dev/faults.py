@@ -31,7 +31,8 @@ FAULTS = (
     Fault("fused_lora/layer/tiles.py", 'to("meta", torch.float32)', 'to("meta")', "tiles"),
     Fault("fused_lora/layer/mlp_block.py", "z_down, normed = self._add", "_, normed = self._add",
           "tiles"),
-    Fault("fused_lora/rerun.py", "and around[-1].see is None", "", "tiles"),
+    Fault("fused_lora/step/recompute.py", "None if see is not None else tile_rows", "tile_rows",
+          "tiles"),
     # --- techniques ---
     Fault("fused_lora/kernels/qkv_rope.py", "-sin_2, -sin_1", "-sin_1, -sin_2", "rope"),
     Fault("fused_lora/functions/gated_norm.py", "normed * slope", "normed", "contract"),
@@ -214,8 +215,6 @@ FAULTS = (
           "cross_entropy"),
     Fault("fused_lora/loss/cross_entropy.py", "(~labelled).byte().argsort(stable=True)",
           "labelled.byte().argsort(stable=True)", "cross_entropy"),
-    Fault("fused_lora/loss/cross_entropy.py", "_BYTES // row_bytes) // shares",
-          "_BYTES // row_bytes)", "cross_entropy"),
     Fault("fused_lora/loss/head.py", "grad_bias.add_(grad_logits", "grad_bias.copy_(grad_logits",
           "contract"),
     Fault("fused_lora/kernels/logits.py", "slope = softcap * scale * 4.0 * share * rest",
