@@ -18,7 +18,6 @@ from report.headline import (
     expected_section,
     headline_table,
     measured_section,
-    on_your_card_section,
 )
 from report.published import published_section
 from report.several_gpus import several_gpus_section
@@ -88,8 +87,8 @@ def generated_parts(run: Run) -> dict[str, str]:
         "effects": suite_tables.effects_section(suite),
         "gpus": measured_section(_by_link(run, "*/experiment", "*/quick")),
         "several gpus": several_gpus_section(loaded_several_gpus()),
-        "expected": expected_section(run, *known.cards),
-        "a100": on_your_card_section(run, known.cards[0], known.card("A100")),
+        "expected": expected_section(run, known.cards[0], known.card("A100"), known.card("L40S")),
+        "a100": expected_section(run, known.cards[0], known.card("A100")),
         "published": published_section(loaded("*/published-*").values()),
         "nf4 steps": tables.beside_floor_section(loaded("*/nf4*").values()),
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths*").values()),

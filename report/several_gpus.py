@@ -22,11 +22,10 @@ class Scaled(NamedTuple):
 
 
 COLUMNS = (
-    Column[Scaled]("GPUs", lambda one: str(one.run.experiment.gpus)),
     Column[Scaled]("tokens", lambda one: str(one.row.seq_len)),
     Column[Scaled]("variant", lambda one: title_in(one.row.variant, one.run)),
     Column[Scaled]("ms a step", lambda one: step_or_status(one.row)),
-    Column[Scaled]("tokens/s of all", lambda one: thousands(one.row.tokens_per_s)),
+    Column[Scaled]("tokens/s", lambda one: thousands(one.row.tokens_per_s)),
     Column[Scaled]("efficiency", lambda one: _percent(one.efficiency)),
     Column[Scaled]("over one GPU", lambda one: _percent(one.efficiency_over_one)),
 )

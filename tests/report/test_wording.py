@@ -63,7 +63,7 @@ def test_a_run_that_went_on_on_another_card_says_so():
     for cell in run.cells_of(round=2):
         cell.card = "4567cdef"
     assert "NVIDIA H200 (2 cards, one after the other) ·" in wording.caption(run)
-    assert "24 steps, 2 cards, Unsloth 2026.10.9 |" in measured_section({"": run})
+    assert "24 steps, 2 cards, Unsloth 2026.10.9:" in measured_section({"": run})
 
 
 @pytest.mark.parametrize(
