@@ -14,9 +14,9 @@ Backward, for the incoming dyi:
     dA  = [dA1; dA2; ...] = dz' x
     dBi = si dyi' zi
 
-So x is read once for all A, dA is one matmul, and one matmul adds all adapters to dx. A layer
-without an adapter has one of rank 0, which costs nothing. Weights have the layout of
-`torch.nn.Linear`. All matmuls are cuBLAS calls that accumulate in fp32.
+So one matmul serves all A, one computes dA, and one adds all adapters to dx. A layer without an
+adapter has one of rank 0, which costs nothing. Weights have the layout of `torch.nn.Linear`. All
+matmuls are cuBLAS calls that accumulate in fp32.
 
 With dropout (`dropout.py`) each adapter has its own mask m, and therefore its own matmuls:
 
