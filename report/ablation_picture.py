@@ -20,7 +20,7 @@ from report.ablation import (
     parts_of_block,
     signed_number,
 )  # fmt: skip
-from report.picture import annotate, framed, lay_bars, write_caption, write_title
+from report.picture import annotate, framed, lay_bars, write_caption
 from report.statistics import NOISE, speedups
 from report.wording import REHEARSAL_NOTICE, caption, floor_words, why_no_time
 from variants import BASELINE, LOOKS, title_of
@@ -28,9 +28,9 @@ from variants import BASELINE, LOOKS, title_of
 BAR = LOOKS["fused"].colour
 NOISY = "#6e6e6e"  # the words of a gain within noise, whose bar is hollow
 HOW = (
-    "A part's bar begins where the one above ends, and is as long as the time that this part alone "
-    "takes off vanilla PEFT's step. Interaction: what all parts together save beyond that sum. "
-    "Hollow and grey: within noise."
+    "A part's bar begins where the one above ends. Its length is what this part alone saves of "
+    "vanilla PEFT's step. Interaction: what all parts together save beyond that sum. Hollow and "
+    "grey: within noise."
 )
 
 
@@ -45,15 +45,15 @@ def ablation_figure(run: Run) -> Figure | None:
     names = [title_of(BASELINE), *parts, title_of("fused_all")]
     with framed(12, 6.3) as picture:
         panels = picture.subplots(1, len(blocks), squeeze=False, sharex=True, sharey=True)[0]
-        picture.subplots_adjust(0.165, 0.265, 0.975, 0.8, 0.06)
+        picture.subplots_adjust(0.165, 0.265, 0.975, 0.85, 0.06)
         for axes, block in zip(panels, blocks, strict=True):
             _panel(axes, AblationBlock(run, seq_len, block), names)
-            axes.set_xlabel(f"ms a step of {seq_len} tokens (less is better)")
+            axes.set_xlabel(f"ms per {_step(run)} (less is better)")
         ends = [bar.get_x() + bar.get_width() for axes in panels for bar in axes.patches]
         panels[0].set_xlim(0, 1.35 * max([1.0, *ends, *_floor_ms(run, seq_len)]))
         panels[0].set_yticks(range(len(names)), names)
         panels[0].set_ylim(len(names) - 0.5, -0.6)
-        write_title(picture, ablation_finding(run), 0.97, 19, 1280, va="top", linespacing=1.3)
+        picture.text(0.025, 0.97, ablation_finding(run), size=19, weight="bold", va="top")
         write_caption(picture, f"{HOW} {caption(run)} {floor_words(run)}", 0.03, 145)
     return picture
 
@@ -116,24 +116,17 @@ def _beside(axes: Axes, place: float, y: float, words: str, **text: Any) -> None
 
 
 def ablation_finding(run: Run) -> str:
-    """Say how much of a step all parts save, and the largest few alone, in the first block with a
-    clear answer."""
+    """Say how much of a step all parts save, in the first block with a clear answer."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
     for checkpoints in blocks_of(run):
-        block = AblationBlock(run, _drawn_length(run), checkpoints)
-        if percent := _clear_percent(block.together()):
+        together = AblationBlock(run, _drawn_length(run), checkpoints).together()
+        if isinstance(together, Gain) and together.verdict != NOISE and together.percent:
             how = BLOCKS[checkpoints].lower().replace("gradient ", "")
-            change = f"take {percent:.0f}% off" if percent > 0 else f"add {-percent:.0f}% to"
-            rows = block.gains()[:-1]
-            alone = sorted((-_clear_percent(row.first), name_of_part(row.part)) for row in rows)
-            parts = [f"{name} {-minus:.0f}%" for minus, name in alone[:3] if minus < 0]
-            words = f";\nalone: {', '.join(parts)}".replace("fused ", "") if parts else ""
-            return f"All parts {change} a step of {block.seq_len} tokens {how}{words}"
-    return "What each fused part takes off a step"
+            verb = "cut" if together.percent > 0 else "lengthen"
+            return f"All parts {verb} a {_step(run)} by {abs(together.percent):.0f}% {how}"
+    return "How much each fused part saves"
 
 
-def _clear_percent(gain: Gain | str) -> float:
-    if not isinstance(gain, Gain) or gain.verdict == NOISE:
-        return 0.0
-    return gain.percent or 0.0
+def _step(run: Run) -> str:
+    return f"{run.experiment.batch_size} × {_drawn_length(run)}-token step"

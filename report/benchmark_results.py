@@ -11,25 +11,34 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run, SummaryRow
-from report.picture import GREY, annotate, fitting_legend, framed, stamp, write_caption
+from report.picture import (
+    DPI,
+    GREY,
+    LETTERS,
+    LINE_LETTERS,
+    SMALL,
+    TITLE_LINE,
+    WIDTH,
+    annotate,
+    fitting_legend,
+    framed,
+    stamp,
+    write_caption,
+    write_title,
+)
 from report.statistics import by_gpu_time, summarize
 from report.wording import (
     FEW,
     REHEARSAL_NOTICE,
     STATUS_WORDS,
     on_base,
-    release_of,
     roughly,
+    setting,
     shown_variants,
 )
 from variants import LOOKS, SUITES, Look, title_of, variant_of
 
-# Letters of 14 points are 12 pixels high where a phone shows the picture 390 pixels wide.
-# In inches: the picture's width, the panel's height, and the height of the caption below it.
-WIDTH, PANEL, BELOW = 6.5, 3.5, 1.2
-TITLE, LETTERS, SMALL = 16, 14, 11.5
-TITLE_LINE = 0.29  # inches
-LINE_LETTERS = 40  # of the title
+PANEL, BELOW = 3.5, 1.2  # inches: the panel's height, and that of the caption below it
 KEPT = "\N{NO-BREAK SPACE}"
 SPARE_LOOKS = [  # for variants whose family's look is taken
     Look("#000000", "*"), Look("#8a7a00", "X"), Look("#7a4900", ">")
@@ -76,7 +85,7 @@ def looks_of(variants: list[str]) -> dict[str, Look]:
 def benchmark_figure(run: Run) -> Figure:
     """Draw speedups over vanilla PEFT in GPU time. Without a GPU no step has a profile, so we use
     the clock."""
-    with framed(WIDTH, PANEL, dpi=180, font_size=LETTERS) as picture:
+    with framed(WIDTH, PANEL, dpi=DPI, font_size=LETTERS) as picture:
         view = View(run)
         rows, clock = shown_rows(view)
         title = fill(benchmark_finding(run, rows, clock), LINE_LETTERS)
@@ -93,12 +102,13 @@ def benchmark_figure(run: Run) -> Figure:
         picture.subplots_adjust(0.115, BELOW / height, 0.985, (BELOW + PANEL) / height)
         for legend in picture.legends:
             legend.set_bbox_to_anchor((0.02, (BELOW + PANEL + 0.05) / height))
-        picture.text(0.03, 1 - 0.09 / height, title, size=TITLE, weight="bold", va="top",
-                     linespacing=1.25)  # fmt: skip
+        write_title(picture, title)
         _speedups(axes, view, rows)
         _mark_untimed(axes, view)
         axes.set_xlabel("tokens per row")
-        write_caption(picture, _caption(run, clock), 0.12 / height, 68, x=0.03, size=SMALL)
+        write_caption(
+            picture, f"{setting(run)}. Medians over rounds.", 0.12 / height, 58, x=0.03, size=SMALL
+        )
         if run.rehearsal:
             stamp(picture, REHEARSAL_NOTICE, 30)
     return picture
@@ -219,8 +229,8 @@ def _mark_untimed(axes: Axes, view: View) -> None:
         mark = line_of(look, title_of(row.variant), [place], [0.035])
         mark.set(transform=across, markerfacecolor="white", markeredgewidth=2, zorder=6)
         axes.add_artist(mark)
-        axes.text(place, 0.08, STATUS_WORDS[row.status], color=look.colour, size=10, weight="bold",
-                  zorder=6, rotation=90, ha="center", va="bottom", transform=across,
+        axes.text(place, 0.08, STATUS_WORDS[row.status], color=look.colour, size=SMALL,
+                  weight="bold", zorder=6, rotation=90, ha="center", va="bottom", transform=across,
                   bbox=CLEAR)  # fmt: skip
 
 
@@ -243,13 +253,3 @@ def benchmark_finding(run: Run, rows: list[SummaryRow], clock: str) -> str:
     said = [f"{title_of(variant)} {roughly(found[variant])}" for variant in shown]
     whole = [words.replace(" ", KEPT) if len(words) < LINE_LETTERS else words for words in said]
     return f"Speedup in {clock}{on_base(run)}: {', '.join(whole)}"
-
-
-def _caption(run: Run, clock: str) -> str:
-    asked, release = run.experiment, release_of("unsloth", run)
-    unsloth = f", Unsloth {release}" if "full_unsloth" in asked.variants and release else ""
-    waiting = "; waiting for Python left out" if clock == "GPU time" else ""
-    return (
-        f"{run.environment.device}, {asked.model}{on_base(run)}, batch {asked.batch_size}"
-        f"{unsloth}. Medians over rounds{waiting}."
-    )

@@ -44,6 +44,9 @@ def plot_only(folder: Path) -> int:
         others = HERE / "docs" / "figures"
         drawn = committed.update_pages(HERE, committed.generated_parts(run))
         drawn += _draw_suite(store.load(committed.suite_path()), others)
+        from report.dpo_rewards import rewards_figure
+
+        drawn += _written({others / "dpo_rewards.png": rewards_figure(committed.small_adapters())})
     drawn += draw_pictures(run, folder, others)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0

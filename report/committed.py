@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,6 +37,7 @@ class Index(msgspec.Struct, frozen=True):
     suite: str
     second_run: str
     kernels: str
+    small_adapters: str
     cards: list[Card]
 
     def card(self, name: str) -> Card:
@@ -47,6 +51,13 @@ def index() -> Index:
 def suite_path() -> Path:
     """Return the file of the suite, the run that has every part and peer."""
     return DOCS / "runs" / index().suite
+
+
+def small_adapters() -> dict[str, Any]:
+    """Return the file of small adapters, as dev/measure/small_adapters.py wrote it."""
+    packed = (DOCS / "runs" / index().small_adapters).read_bytes()
+    found: dict[str, Any] = json.loads(gzip.decompress(packed))
+    return found
 
 
 def loaded(name: str) -> dict[str, Run]:

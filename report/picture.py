@@ -23,6 +23,12 @@ STYLE = {
     **{"font.size": 12, "legend.fontsize": 10.5, "lines.linewidth": 2, "lines.markersize": 9},
 }
 GREY = "#444444"
+# A picture for phones is as many inches wide. Where one shows it 390 pixels wide, the smallest
+# letters are 11 pixels high.
+WIDTH, DPI = 6.5, 180
+TITLE, LETTERS, SMALL = 16, 14, 13.5
+TITLE_LINE = 0.29  # inches
+LINE_LETTERS = 40  # of the title
 
 
 @contextmanager
@@ -34,12 +40,10 @@ def framed(width: float, height: float, dpi: int = 150, **changed: Any) -> Itera
         yield Figure(figsize=(width, height), dpi=dpi)
 
 
-def write_title(
-    picture: Figure, words: str, y: float, largest: float, room: float, x: float = 0.025, **text
-) -> None:
-    """Write the finding above the panels. room: the largest size x letters that fits a line."""
-    size = min(largest, room / max(map(len, words.split("\n"))))
-    picture.text(x, y, words, size=size, weight="bold", **text)
+def write_title(picture: Figure, words: str) -> None:
+    """Write the finding above the panels of a picture for phones."""
+    top = 1 - 0.09 / picture.get_figheight()
+    picture.text(0.03, top, words, size=TITLE, weight="bold", va="top", linespacing=1.25)
 
 
 def write_caption(

@@ -125,6 +125,14 @@ def caption(run: Run) -> str:
     return " · ".join(facts) + "."
 
 
+def setting(run: Run) -> str:
+    """Say what a run was measured on, in one line."""
+    asked, release = run.experiment, release_of("unsloth", run)
+    unsloth = f", Unsloth {release}" if "full_unsloth" in asked.variants and release else ""
+    base = asked.model + on_base(run)
+    return f"{run.environment.device}, {base}, batch {asked.batch_size}{unsloth}"
+
+
 def interleaved(run: Run) -> str:
     """Say how many steps a variant took at a time, and at which lengths unless at all of them.
     Empty if it took all steps at once."""

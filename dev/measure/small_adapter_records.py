@@ -10,9 +10,7 @@ from report.wording import commit_in, packages_in
 from variants import IN_FP32, Lora, variant_of
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "unsloth")
-REWARDS = (
-    "**DPO at a learning rate of 5e-6: mean reward of chosen / rejected answers, by updates:**"
-)
+REWARDS = "**DPO at a learning rate of 5e-6: mean reward margin, chosen - rejected, by updates:**"
 
 
 class TrainedAdapter(Record):
@@ -93,7 +91,7 @@ def tables(found: SmallAdapters) -> str:
         return markdown_table(["learning rate", "updates", *titles], lines)
 
     rewards = [
-        [str(pair.steps), *(_reward(found.seen_by(id, pair)) for id in (IN_FP32, *variants))]
+        [str(pair.steps), *(_margin(found.seen_by(id, pair)) for id in (IN_FP32, *variants))]
         for pair in on_pairs
     ]
     return "\n\n".join([
@@ -117,8 +115,9 @@ def _caption(found: SmallAdapters, has_pairs: bool) -> str:
     return " · ".join(facts) + f". {commit_in(found.environment)}"
 
 
-def _reward(seen: Seen) -> str:
-    return f"{fmean(seen.chosen):+.2f} / {fmean(seen.rejected):+.2f}"
+def _margin(seen: Seen) -> str:
+    margin = round(fmean(seen.chosen) - fmean(seen.rejected), 2) + 0.0  # which is no -0.0
+    return f"{margin:.2f}"
 
 
 def _mean(values: list[float]) -> str:

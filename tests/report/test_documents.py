@@ -1,8 +1,6 @@
 """README.md and docs/*.md: their generated parts and the README's numbers match the data, and their
 code runs."""
 
-import gzip
-import json
 import re
 import shutil
 from itertools import product
@@ -82,7 +80,7 @@ def test_a_quick_run_says_its_rows_and_how_to_add_them():
 def after_small_updates():
     """Return shares of fp32's change after 8 updates, in %: the smallest and the largest where bf16
     hides them, and of whole layers."""
-    found = json.loads(gzip.decompress((H100 / "small_adapters.json.gz").read_bytes()))
+    found = committed.small_adapters()
     after = {"rate": 1e-6, "steps": 8, "is_dpo": False}
     along = {one["variant"]: one["along"] for one in found["seen"] if one["adapter"] == after}
     exact = along["vanilla_peft_fp32"]
