@@ -19,10 +19,11 @@ from dev.words import NOT_OWN
 from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
 from fused_mlp.utils import cast_adapters
-from report import commands, committed, headline
+from report import commands, committed, fits, headline
 from report.kernel_time import bars
 from report.statistics import rows_by_variant_and_length, summarize
 from report.wording import release_of
+from variants import BASELINE, WITHOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 H100, H200 = (ROOT / "docs" / "runs" / card for card in ("h100", "h200"))
@@ -282,6 +283,38 @@ def test_the_results_page_names_releases_and_times_of_its_runs(runs):
         values = release_of("unsloth", measured), f"{row.median_step_ms:.0f}", f"{row.peak_gib:.1f}"
         assert re.findall(pattern, page) == [values]
     assert f"from the suite, with Unsloth {release_of('unsloth', suite)}:" in page
+
+
+def test_the_memory_page_has_the_numbers_of_its_records(runs):
+    """Check its three tables: of the suite, and twice of memory.txt."""
+    page = (ROOT / "fused_lora" / "docs" / "memory.md").read_text()
+    record = (H200 / "memory.txt").read_text()
+    rows = rows_by_variant_and_length(runs[1])
+    reserved = {point.variant: point.peak_gib for point in fits.points_of(runs[1], 512)}
+    ids = (
+        BASELINE + WITHOUT, BASELINE, "fused_cross_entropy", "fused_layer" + WITHOUT,
+        "fused_layer", "fused_layer_graph", "fused_layer_graph_offload", "full_unsloth",
+    )  # fmt: skip
+    wanted = [(f"{rows[one, 512].peak_gib:.1f}", f"{reserved[one]:.1f}") for one in ids]
+    assert re.findall(r"^\|[^|]+\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE) == wanted
+    long_rows = re.findall(r"\| ([\d,]+) \| trained(?:, .*?)? \|(.*)", record)
+    shown = re.findall(r"^\| ([\d,]+\d).* \| (.*) \| (.*) \| (.*) \|$", page, re.MULTILINE)
+    for tokens, *numbers in shown:  # s a step, reserved, on the host
+        found = [cells.split(" | ") for n, cells in long_rows if n == tokens]
+        assert any(about(numbers, [one[0], *one[3:5]]) for one in found), tokens
+    trainers = re.findall(r"^\| (.*SFT|DPO), (\d) \w+ \| (.*) \|$", page, re.MULTILINE)
+    for kind, count, listed in trainers:
+        lines = re.findall(rf"^{kind} {count} .*?1024 +(.*)", record, re.MULTILINE)
+        today = re.sub(r"before: graphs \S+ ", "", " ".join(lines))
+        measured = dict(re.findall(r"(\w+) (\d\.\d\d)", today.replace("plain", "PEFT")))
+        given = dict(re.findall(r"(\w+) ([\d.]+)", listed))
+        assert given.keys() == measured.keys()
+        assert about(given.values(), [measured[one] for one in given])
+    assert (len(shown), len(trainers)) == (4, 4)
+
+
+def about(rounded, measured):
+    return all(abs(float(a) - float(b)) < 0.051 for a, b in zip(rounded, measured, strict=True))
 
 
 def python_blocks(path, containing):
