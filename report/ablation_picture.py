@@ -29,7 +29,7 @@ BAR = LOOKS["fused"].colour
 NOISY = "#6e6e6e"  # the words of a gain within noise, whose bar is hollow
 HOW = (
     "A part's bar begins where the one above ends, and is as long as the time that this part alone "
-    "takes off vanilla PEFT's step. Interaction: what all parts together save beyond that sum. "
+    "saves of vanilla PEFT's step. Interaction: what all parts together save beyond that sum. "
     "Hollow and grey: within noise."
 )
 
@@ -48,7 +48,7 @@ def ablation_figure(run: Run) -> Figure | None:
         picture.subplots_adjust(0.165, 0.265, 0.975, 0.8, 0.06)
         for axes, block in zip(panels, blocks, strict=True):
             _panel(axes, AblationBlock(run, seq_len, block), names)
-            axes.set_xlabel(f"ms a step of {seq_len} tokens (less is better)")
+            axes.set_xlabel(f"ms per step, {seq_len} tokens per row (less is better)")
         ends = [bar.get_x() + bar.get_width() for axes in panels for bar in axes.patches]
         panels[0].set_xlim(0, 1.35 * max([1.0, *ends, *_floor_ms(run, seq_len)]))
         panels[0].set_yticks(range(len(names)), names)
@@ -124,13 +124,16 @@ def ablation_finding(run: Run) -> str:
         block = AblationBlock(run, _drawn_length(run), checkpoints)
         if percent := _clear_percent(block.together()):
             how = BLOCKS[checkpoints].lower().replace("gradient ", "")
-            change = f"take {percent:.0f}% off" if percent > 0 else f"add {-percent:.0f}% to"
+            step = f"a {run.experiment.batch_size} × {block.seq_len}-token step"
+            change = f"cut {step} by {percent:.0f}%"
+            if percent < 0:
+                change = f"add {-percent:.0f}% to {step}"
             rows = block.gains()[:-1]
             alone = sorted((-_clear_percent(row.first), name_of_part(row.part)) for row in rows)
             parts = [f"{name} {-minus:.0f}%" for minus, name in alone[:3] if minus < 0]
             words = f";\nalone: {', '.join(parts)}".replace("fused ", "") if parts else ""
-            return f"All parts {change} a step of {block.seq_len} tokens {how}{words}"
-    return "What each fused part takes off a step"
+            return f"All parts {change} {how}{words}"
+    return "What each fused part saves of a step"
 
 
 def _clear_percent(gain: Gain | str) -> float:

@@ -61,7 +61,7 @@ def _effects(suite: Run, checkpoints: bool) -> str:
             number(row.backward_ms, 1), thousands(launches), number(row.peak_gib, 1),
             number(reserved and reserved / 2**30, 1),
         ])  # fmt: skip
-    header = [f"at {seq_len} tokens", "forward, ms", "backward, ms", "launches a step",
+    header = [f"at {seq_len} tokens", "forward, ms", "backward, ms", "kernel launches per step",
               "peak allocated, GiB", "reserved, GiB"]  # fmt: skip
     return markdown_table(header, lines) if len(lines) > 1 else ""
 

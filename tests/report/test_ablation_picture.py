@@ -92,7 +92,7 @@ def test_gaps_are_labelled():
     assert words(without).count("out of memory") == 7  # 5 parts, and both ends
     assert not without.patches and "does not apply" in words(without)
     (empty,) = picture_of("a length without any time").axes
-    assert empty.get_xlabel().startswith("ms a step of 256 tokens")
+    assert empty.get_xlabel().startswith("ms per step, 256 tokens per row")
 
 
 @pytest.mark.slow("with gaps")
@@ -104,9 +104,9 @@ def test_every_text_can_be_read(name):
 def test_the_title_states_the_finding():
     together = 100 * (1 - 1 / median(summary.speedups(RUNS["all"], "fused_all", 512)))
     titles = {
-        "all": f"All parts take {together:.0f}% off a step of 512 tokens "
+        "all": f"All parts cut a 32 × 512-token step by {together:.0f}% "
         "with checkpointing;\nalone: MLP 17%, attention 11%, cross entropy 8%",
-        "two variants": "What each fused part takes off a step",
+        "two variants": "What each fused part saves of a step",
         "rehearsal": wording.REHEARSAL_NOTICE,
     }
     for name, title in titles.items():
@@ -116,7 +116,7 @@ def test_the_title_states_the_finding():
     assert " with checkpointing;\nalone: MLP 17%, cross entropy" in with_gaps
     slower = rounds(vanilla_peft=[100], fused_all=[110])
     assert plot.ablation_finding(slower) == (
-        "All parts add 10% to a step of 64 tokens with checkpointing"
+        "All parts add 10% to a 32 × 64-token step with checkpointing"
     )
 
 

@@ -48,14 +48,14 @@ def test_effects_are_the_longest_lengths_a_table_a_block():
     said = suite_tables.effects_section(suite)
     assert rows_in(said) == [
         {"at 512 tokens": title, "forward, ms": f"{100 + i}.0", "backward, ms": f"{200.6 + i:.1f}",
-         "launches a step": f"2,{234 + i}", "peak allocated, GiB": f"{40 + i}.0",
+         "kernel launches per step": f"2,{234 + i}", "peak allocated, GiB": f"{40 + i}.0",
          "reserved, GiB": f"{25 + i / 2:.1f}"}
         for i, title in enumerate(["vanilla PEFT", "fused RoPE", "all parts"] * 2)
     ]  # fmt: skip
     for cell in suite.cells_of(round=2):  # a process that was profiled in an earlier round
         cell.kernels_seen, cell.peak_reserved_bytes = {}, None
     first, *_ = rows_in(suite_tables.effects_section(suite))
-    assert (first["launches a step"], first["reserved, GiB"]) == ("1,234", "")
+    assert (first["kernel launches per step"], first["reserved, GiB"]) == ("1,234", "")
     assert said.startswith("With gradient checkpointing:\n\n| ") and "\n\nWithout check" in said
     one = example.run(variants=("vanilla_peft", "vanilla_peft_again"))
     assert suite_tables.effects_section(one) == suite_tables.NOT_MEASURED
