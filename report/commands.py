@@ -183,12 +183,12 @@ def to_contribute_several_gpus(run: Run, path: Path) -> str:
 
 
 def held_against_others(run: Run, path: Path) -> str:
-    """Write the rows beside what others publish, and how the run gets into docs/published.md."""
-    from report.published import claims_table
+    """Write the speeds and what others publish, and how the run gets into docs/published.md."""
+    from report.published import published_section
 
     name = setting_name(run.experiment.model, run.experiment.base)
     file = f"published-{name}.json.gz"
-    return f"\n{claims_table(run)}\n\n{_to_add(run, path, file, 'docs/published.md')}"
+    return f"\n{published_section([run])}\n\n{_to_add(run, path, file, 'docs/published.md')}"
 
 
 def _to_add(run: Run, path: Path, file: str, page: str) -> str:

@@ -14,7 +14,6 @@ from bench.options import HERE
 from bench.records import Run
 from bench.results import write_atomically
 from report import suite_tables, tables
-from report.comparison import compare, comparison_table
 from report.headline import (
     Card,
     answer,
@@ -35,7 +34,6 @@ class Index(msgspec.Struct, frozen=True):
     comes first."""
 
     suite: str
-    second_run: str
     kernels: str
     small_adapters: str
     cards: list[Card]
@@ -83,16 +81,13 @@ def _by_link(run: Run, *names: str) -> dict[str, Run]:
 def generated_parts(run: Run) -> dict[str, str]:
     """Write every part, by name. run: the experiment."""
     known = index()
-    suite, second_run, kernels = (
-        store.load(DOCS / "runs" / path) for path in (known.suite, known.second_run, known.kernels)
-    )
+    suite, kernels = (store.load(DOCS / "runs" / path) for path in (known.suite, known.kernels))
     return {
         "answer": answer(run),
         "headline": headline_table(run),
         "results": tables.results_section(run),
         "kernels": tables.kernels_section(kernels),
         "kinds": tables.kinds_section(run),
-        "second run": comparison_table(compare(run, second_run)),
         "peers": suite_tables.peers_section(suite),
         "parts": suite_tables.parts_section(suite),
         "effects": suite_tables.effects_section(suite),

@@ -9,10 +9,12 @@ from bench.records import Run, SummaryRow
 from report.ablation import BLOCKS, ablation_table
 from report.statistics import NOISE, rows_by_variant_and_length
 from report.table import markdown_table, number, thousands
-from report.wording import caption, step_or_status, title_in
+from report.wording import STATUS_WORDS, caption, step_or_status, title_in
 from variants import ALL_BUT, ALONE, BASELINE, variant_of
 
 SINGLE_ROUND = "¹"
+FLOOR = "floor: the frozen matmuls, attention and lm_head alone"
+FLOOR_AND_RECOMPUTATION = "floor and recomputation"
 NOT_MEASURED = "Not measured yet in a run that can be quoted: `python lora_bench.py --suite all`."
 
 
@@ -59,13 +61,15 @@ def _effects(suite: Run, checkpoints: bool) -> str:
             number(row.backward_ms, 1), thousands(launches), number(row.peak_gib, 1),
             number(reserved and reserved / 2**30, 1),
         ])  # fmt: skip
-    header = [f"at {seq_len} tokens", "forward, ms", "backward, ms", "launches a step",
+    header = [f"at {seq_len} tokens", "forward, ms", "backward, ms", "kernel launches per step",
               "peak allocated, GiB", "reserved, GiB"]  # fmt: skip
     return markdown_table(header, lines) if len(lines) > 1 else ""
 
 
 def peers_section(suite: Run) -> str:
-    """Write every variant except those with one part alone or one left out, the fastest first."""
+    """Write every variant except those with one part alone or one left out, the fastest first. A
+    suite's rounds may come from several hosts, so all but the longest length have speedups alone,
+    which are paired round by round."""
     return _by_block(_peers, suite)
 
 
@@ -92,28 +96,27 @@ def _peers(suite: Run, checkpoints: bool) -> str:
         rows = [found.get((variant, n)) for n in lengths]
         name = title_in(variant, suite, title=variant_of(variant).plain_title)
         peak = number(rows[-1].peak_gib, 1) if rows[-1] else ""
-        lines.append([name, *map(_time, rows), peak])
-    floors = [suite.floor.get(n) for n in lengths]
-    floor = ["floor: the frozen matmuls, attention and lm_head alone"]
-    floor += [number(one.floor_ms, 1) if one else "" for one in floors]
-    both = ["the same and the layers' forward again, without their last matmul"]
-    both += [number(one.floor_ms + one.recomputation_ms, 1) if one and one.recomputation_ms else ""
-             for one in floors]  # fmt: skip
-    lines += [[*line, ""] for line in (floor, both)[: 1 + checkpoints] if any(line[1:])]
+        lines.append([name, *map(_speedup, rows), step_or_status(rows[-1]), peak])
+    if floor := suite.floor.get(lengths[-1]):
+        empty = [""] * len(lengths)
+        lines.append([FLOOR, *empty, number(floor.floor_ms, 1), ""])
+        if checkpoints and floor.recomputation_ms:
+            both = floor.floor_ms + floor.recomputation_ms
+            lines.append([FLOOR_AND_RECOMPUTATION, *empty, number(both, 1), ""])
     header = [
         "variant",
-        *(f"{n} tokens, ms" for n in lengths),
+        *(f"speedup at {n}" for n in lengths),
+        f"step at {lengths[-1]}, ms",
         f"peak allocated at {lengths[-1]}, GiB",
     ]
     return markdown_table(header, lines)
 
 
-def _time(row: SummaryRow | None) -> str:
-    """Return a step's time and its speedup, in italics if within noise. A mark says that a single
-    round cannot be judged."""
-    words = step_or_status(row)
+def _speedup(row: SummaryRow | None) -> str:
+    """Return a speedup, in italics if within noise. A mark says that a single round cannot be
+    judged. Without a speedup, return the reason."""
     if row is None or row.speedup is None:
-        return words
-    over = f"{row.speedup:.2f}×"
+        return STATUS_WORDS.get(row.status, "") if row else ""
+    over = f"{row.speedup:.2f}"
     mark = SINGLE_ROUND if row.rounds == 1 else ""
-    return f"{words} ({f'*{over}*' if row.verdict == NOISE else over}){mark}"
+    return f"{f'*{over}*' if row.verdict == NOISE else over}{mark}"

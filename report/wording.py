@@ -59,10 +59,6 @@ def floor_words(run: Run) -> str:
     return f"Floor: {first}, attention and lm_head alone."
 
 
-def is_unsloth(variant: Variant) -> bool:
-    return variant.recipe is not None and variant.recipe.library == "unsloth"
-
-
 def is_in_fp8(variant: Variant) -> bool:
     return variant.recipe is not None and variant.recipe.fp8
 

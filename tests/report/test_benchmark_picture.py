@@ -49,8 +49,8 @@ RUNS = {
 # measured: labels close to another's point, names of five lines, steps of 19 s
 RUNS |= {
     name: results.load(COMMITTED / f"{name}.json.gz")
-    for name in ("h200/beside_unsloth/20_steps", "h100/experiment_2026-11-26", "h100/loss_curve-0",
-                 "h100/published-llama3-8b")
+    for name in ("h200/beside_unsloth/30_steps_in_turns", "h100/experiment_2026-11-26",
+                 "h100/loss_curve-0", "h100/published-llama3-8b")
 }  # fmt: skip
 
 

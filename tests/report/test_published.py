@@ -1,4 +1,4 @@
-"""The table of others' published numbers beside ours in their setting, with made-up runs."""
+"""The tables of others' published speeds and of ours in their settings, with made-up runs."""
 
 from pathlib import Path
 
@@ -9,7 +9,8 @@ from cases.table_case import rows_in
 from bench.published import SETTINGS
 from bench.records import Cell
 from report import commands, published
-from report.published import claims_table, setting_that_ran
+from report.published import setting_that_ran
+from report.wording import title_in
 from variants import SUITES, Lora, title_of
 
 
@@ -36,74 +37,41 @@ def section(*runs):
     return published.published_section(runs)
 
 
-def speeds(*runs):
-    """Return the section's last table, the speed of every variant."""
-    return [[*row.values()] for row in rows_in(section(*runs)) if "tokens/s" in row]
+def test_each_number_has_a_row_that_says_where_it_is_from_and_the_fastest_is_first():
+    said = section(published_run(status={"fused_all": "oom"}))
+    assert said.startswith("**qwen3-8b, 4 × 2 × 2,048 tokens a step:**\n\n| variant | ")
+    rows = [[*row.values()] for row in rows_in(said)]
+    tokens, here = 4 * 2 * 2048, f"NVIDIA H200, measured {published_run().started_utc[:10]}"
+    there = "one H100, published 2026-05-15"
+    speeds = {
+        title_in(id, published_run()): tokens / (2.0 - place / 10)
+        for place, id in enumerate(SUITES["published"])
+        if id != "fused_all"
+    }
+    wanted = [(speed, [title, f"{speed:,.0f}", here]) for title, speed in speeds.items()]
+    wanted += [(speed, [by, f"{speed:,}", there])
+               for by, speed in (("Surogate, FP8", 11600), ("Surogate, bf16", 10200),
+                                 ("Unsloth, bf16, by Surogate", 8900))]  # fmt: skip
+    assert rows == [line for _, line in sorted(wanted, reverse=True)] + [
+        ["all parts", "out of memory", here]
+    ]
 
 
-def test_each_number_of_theirs_stands_beside_the_fastest_of_ours_unsloth_and_vanilla():
-    first, *others = rows_in(claims_table(published_run()))
-    tokens = 4 * 2 * 2048
-    assert [*first.values()] == [
-        "qwen3-8b", "4 × 2 × 2,048", "Surogate, FP8: 11,600",
-        f"{tokens / 1.2:,.0f} (fused layers, CUDA graph without checkpointing)",
-        f"{tokens / 1.2 / 11600:.2f}",
-        f"{tokens / 1.5:,.0f} (full Unsloth 2026.10.9 without checkpointing)",
-        f"{tokens / 2.0:,.0f}",
-        "NVIDIA H200, " + published_run().started_utc[:10],
-    ]  # fmt: skip
-    assert [row["they publish, tokens/s"] for row in others] == [
-        "Surogate, bf16: 10,200", "Unsloth, bf16, by Surogate: 8,900",
-    ]  # fmt: skip
-    ratios = [row["ours / theirs"] for row in others]
-    assert ratios == [f"{tokens / 1.2 / n:.2f}" for n in (10200, 8900)]
-
-
-def test_a_base_in_nf4_stands_beside_theirs_in_nf4_alone():
-    run = published_run("qwen3-8b-nf4", status={"fused_all": "unavailable"})
-    found = [(row["model"], row["they publish, tokens/s"]) for row in rows_in(claims_table(run))]
-    theirs = ["Surogate, NF4: 9,400", "Unsloth, NF4, by Surogate: 8,200"]
-    assert found == [("qwen3-8b on NF4", words) for words in theirs]
-    assert "| tokens/s | qwen3-8b | qwen3-8b on NF4 |" in section(published_run(), run)
-    said = commands.held_against_others(run, Path("results.json"))
-    assert claims_table(run) in said
-    assert "> docs/runs/nvidia-h200/published-qwen3-8b-nf4.json.gz && python" in said
-
-
-def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
+def test_runs_of_one_setting_share_a_table_and_a_base_in_nf4_has_its_own():
     ours = "fp8_lm_head_graph_no_checkpointing"
-    for name, theirs in (("qwen3-8b", ["Surogate, FP8: 11,600"]),
-                         ("qwen2.5-7b", ["NeMo AutoModel (TE + Triton): 14,110"])):  # fmt: skip
-        run = published_run(name, variants=(ours,))
-        run.cells = [example.timed_cell(ours, SETTINGS[name].seq_len, 1, [500.0] * 3)]
-        rows = rows_in(claims_table(run))
-        assert [row["they publish, tokens/s"] for row in rows] == theirs
-        assert speeds(run, published_run()) == speeds(published_run())
-
-
-def test_every_variant_has_its_speed_in_every_run_or_says_why_not():
-    run = published_run(status={"fused_all": "oom"})
-    del run.cells[-1]  # cut off before the last
-    other = published_run("llama3-8b")
-    other.environment.packages["unsloth"] = "2026.10.7"
-    table = speeds(run, other)
-    titles = [title_of(id).replace("Unsloth", "Unsloth 2026.10.9 / 2026.10.7")
-              for id in SUITES["published"]]  # fmt: skip
-    assert [line[0] for line in table] == titles
-    assert table[0][1:] == [f"{4 * 2 * 2048 / 2.0:,.0f}", f"{16 * 2 * 4096 / 2.0:,.0f}"]
-    assert table[2][1] == "out of memory" and table[-1][1] == "not measured" != table[-1][2]
-
-
-def test_what_ran_out_of_memory_says_so_and_the_next_fastest_stands_for_it():
-    status = {id: "oom" for id in SUITES["published"] if id.endswith("_no_checkpointing")}
-    status |= {"vanilla_peft": "oom", "full_unsloth": "unavailable"}
-    first, *_ = rows_in(claims_table(published_run(status=status)))
-    assert first["ours, tokens/s"].endswith("(fused layers, CUDA graph)")
-    assert first["the fastest Unsloth here, tokens/s"] == "unavailable"
-    assert first["vanilla PEFT here, with checkpointing"] == "out of memory"
-    ours = {id: "oom" for id in SUITES["published"] if id.startswith("fused")}
-    first, *_ = rows_in(claims_table(published_run(status=ours)))  # vanilla is none of ours
-    assert (first["ours, tokens/s"], first["ours / theirs"]) == ("out of memory", "")
+    in_fp8 = published_run(variants=(ours,))
+    in_fp8.cells = [example.timed_cell(ours, 2048, 1, [500.0] * 3)]
+    in_nf4 = published_run("qwen3-8b-nf4")
+    first, _ = section(in_fp8, in_nf4, published_run()).split("**qwen3-8b on NF4, ")
+    second = section(in_nf4)
+    assert rows_in(first)[0]["variant"] == title_of(ours)
+    assert len(rows_in(first)) == 3 + 1 + len(SUITES["published"])
+    assert {"Surogate, NF4", "Unsloth, NF4, by Surogate"} < {
+        row["variant"] for row in rows_in(second)
+    }
+    said = commands.held_against_others(in_nf4, Path("results.json"))
+    assert second in said
+    assert "> docs/runs/nvidia-h200/published-qwen3-8b-nf4.json.gz && python" in said
 
 
 @pytest.mark.parametrize(
@@ -122,12 +90,11 @@ def test_a_run_of_another_setting_is_not_held_against_theirs(changed):
 def test_the_section_has_its_sources_and_dates_and_is_not_there_without_a_run():
     assert section() == ""
     said = section(published_run(), published_run("llama3-8b"))
-    assert said.startswith("| model | ")
     for name in ("qwen3-8b", "llama3-8b"):
         page = SETTINGS[name].page
         assert f"- [{page.name}]({page.url}), {page.date}" in said
     assert "- llama3-8b: their recipe names Llama 3.1 8B" in said
-    assert len(rows_in(said)) == 3 + 1 + len(SUITES["published"])
+    assert len(rows_in(said)) == 3 + 1 + 2 * len(SUITES["published"])
 
 
 def test_every_setting_says_who_where_and_when():
