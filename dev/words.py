@@ -21,7 +21,7 @@ PHRASES = r"""\b(of|for) which\b  , too\b  \bso that\b  \b(for|by) the sake of\b
     \b_?of_[a-z]\w* =  ^\W*Of (an?|the|such|all|each|these|those)\b"""
 STIFF = re.compile("|".join(re.split(r"\s{2,}", PHRASES)))
 BLOCKS, TABLES = r"<!-- ([\w ]+):begin -->.*?<!-- \1:end -->|```.*?```", r"^\s*\|[^\n]*$"
-PICTURES_AND_TARGETS = r"!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)"
+PICTURES_AND_TARGETS = r"!\[[^\]]*\]\([^)]*\)|<img[^>]*>|\]\([^)]*\)"
 NOT_OWN = re.compile(f"{BLOCKS}|{TABLES}|{PICTURES_AND_TARGETS}", re.DOTALL | re.MULTILINE)
 
 

@@ -61,15 +61,17 @@ def answer(run: Run) -> str:
     longest = lengths[-1]
     at_longest = [found[variant, longest] for variant in SHOWN]
     vanilla_ms, mlp_ms, unsloth_ms, _ = (row.gpu_ms or 0 for row in at_longest)
+    saved, they_save = vanilla_ms - mlp_ms, vanilla_ms - unsloth_ms
+    part = "about half" if 0.4 < saved / they_save < 0.6 else f"{saved / they_save:.0%}"
     needed, _, *left = (row.peak_gib or 0 for row in at_longest)
-    share = SHARES[round(needed / max(left))]
+    shares = [SHARES.get(round(needed / gib), f"{gib / needed:.0%}") for gib in left]
     return (
         "We trained the same Qwen2.5-3B LoRA four ways and timed every step. **Our fused MLP alone "
-        f"saves about half of the GPU time that Unsloth saves: {vanilla_ms - mlp_ms:.0f} of "
-        f"{vanilla_ms - unsloth_ms:.0f} ms at {longest} tokens per row. That is {mlp} "
-        f"speedup. All of Unsloth gives {unsloth}, everything fused {everything}, and at {longest} "
-        f"tokens both need {share} of vanilla PEFT's memory.** ({run.environment.device}, "
-        f"{run.experiment.batch_size} rows a step, Unsloth {release_of('unsloth', run)})"
+        f"saves {part} of the GPU time that Unsloth saves: {saved:.0f} of {they_save:.0f} ms at "
+        f"{longest} tokens per row. That is {mlp} speedup. All of Unsloth gives {unsloth}, "
+        f"everything fused {everything}, and both need {' and '.join(dict.fromkeys(shares))} of "
+        f"vanilla PEFT's memory.** ({run.environment.device}, {run.experiment.batch_size} rows a "
+        f"step, Unsloth {release_of('unsloth', run)})"
     )
 
 
