@@ -20,7 +20,7 @@ from report.ablation import (
     parts_of_block,
     signed_number,
 )  # fmt: skip
-from report.picture import annotate, framed, lay_bars, write_caption
+from report.picture import annotate, framed, write_caption
 from report.statistics import NOISE, speedups
 from report.wording import REHEARSAL_NOTICE, caption, floor_words, why_no_time
 from variants import BASELINE, LOOKS, title_of
@@ -69,7 +69,9 @@ def _floor_ms(run: Run, seq_len: int) -> list[float]:
 
 def _panel(axes: Axes, block: AblationBlock, names: list[str]) -> None:
     axes.set_title(BLOCKS[block.checkpoints])
-    lay_bars(axes)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", visible=True)
+    axes.tick_params(length=0)
     for floor_ms in _floor_ms(block.run, block.seq_len):
         axes.axvline(floor_ms, color="black", linewidth=1.8)
         annotate(axes, f"floor {floor_ms:.0f} ms", (floor_ms, len(names) - 2.5), (-5, 0),

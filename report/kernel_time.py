@@ -22,7 +22,6 @@ from report.picture import (
     SMALL,
     TITLE_LINE,
     WIDTH,
-    annotate,
     framed,
     write_caption,
     write_title,
@@ -166,6 +165,6 @@ def _stack(axes: Axes, bar: Bar, row: int) -> None:
         axes.barh(row + 0.68, ms, 0.5, left, color=COLOURS[name], edgecolor="white")
         words = f"{ms:.0f}"
         if points_a_ms * ms > DIGIT_POINTS * len(words) + 4:
-            annotate(axes, words, (left + ms / 2, row + 0.68), (0, 0), ha="center", va="center",
-                     color="white" if name == MATMULS else "black")  # fmt: skip
+            axes.text(left + ms / 2, row + 0.68, words, ha="center", va="center",
+                      color="white" if name == MATMULS else "black")  # fmt: skip
         left += ms

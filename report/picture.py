@@ -47,11 +47,10 @@ def write_title(picture: Figure, words: str) -> None:
 
 
 def write_caption(
-    picture: Figure, words: str, y: float, letters: int, x: float = 0.025, size: float = 10.5,
-    color: str = GREY,
-) -> None:  # fmt: skip
+    picture: Figure, words: str, y: float, letters: int, x: float = 0.025, size: float = 10.5
+) -> None:
     """Write the caption below the panels, wrapped at `letters` per line."""
-    picture.text(x, y, fill(words, letters), size=size, color=color, linespacing=1.5)
+    picture.text(x, y, fill(words, letters), size=size, color=GREY, linespacing=1.5)
 
 
 def stamp(picture: Figure, words: str, size: float) -> None:
@@ -76,13 +75,6 @@ def fitting_legend(picture: Figure, columns: int, room: float, **look: Any) -> L
         return legend
     legend.remove()
     return fitting_legend(picture, columns - 1, room, **look)
-
-
-def lay_bars(axes: Axes) -> None:
-    """Set up the panel for horizontal bars: grid lines only along x, no ticks."""
-    axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", visible=True)
-    axes.tick_params(length=0)
 
 
 def write_png(picture: Figure | None, path: Path) -> bool:
