@@ -228,10 +228,10 @@ _RECORDS = [
     # slow: the losses without the rounding of all others
     *_one(IN_FP32, "vanilla PEFT in fp32", Recipe(base_dtype="float32"), ""),
     # whole layers
-    *_both("fused_layer", "fused layers", Recipe(fused=WHOLE_LAYERS), "fastest"),
-    *_both("fused_layer_graph", "fused layers, CUDA graph",
+    *_both("fused_layer", "whole layers", Recipe(fused=WHOLE_LAYERS), "fastest"),
+    *_both("fused_layer_graph", "whole layers, CUDA graph",
            Recipe(fused=WHOLE_LAYERS, graph=True), "fastest"),
-    *_one("fused_layer_graph_selective_10_gib", "fused layers, CUDA graph, 10 GiB kept",
+    *_one("fused_layer_graph_selective_10_gib", "whole layers, CUDA graph, 10 GiB kept",
           replace(KEEP_10_GIB, fused=WHOLE_LAYERS, graph=True), "fastest"),
     # the same in another precision
     *_both("fp8_layer", "FP8 layers", Recipe(fused=WHOLE_LAYERS, fp8=True), ""),

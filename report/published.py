@@ -34,7 +34,7 @@ def _speeds(setting: PublishedSetting, runs: list[Run]) -> str:
         for claim in setting.claims
     ]
     for run in runs:
-        here = f"{run.environment.device}, measured {run.started_utc[:10]}"
+        here = f"{run.environment.device.removeprefix('NVIDIA ')}, measured {run.started_utc[:10]}"
         for row in summarize(run):
             words = thousands(row.tokens_per_s) or STATUS_WORDS.get(row.status, "")
             title = title_in(row.variant, run)

@@ -13,8 +13,6 @@ from report.wording import STATUS_WORDS, caption, step_or_status, title_in
 from variants import ALL_BUT, ALONE, BASELINE, variant_of
 
 SINGLE_ROUND = "¹"
-FLOOR = "floor: the frozen matmuls, attention and lm_head alone"
-FLOOR_AND_RECOMPUTATION = "floor and recomputation"
 NOT_MEASURED = "Not measured yet in a run that can be quoted: `python lora_bench.py --suite all`."
 
 
@@ -97,19 +95,25 @@ def _peers(suite: Run, checkpoints: bool) -> str:
         name = title_in(variant, suite, title=variant_of(variant).plain_title)
         peak = number(rows[-1].peak_gib, 1) if rows[-1] else ""
         lines.append([name, *map(_speedup, rows), step_or_status(rows[-1]), peak])
-    if floor := suite.floor.get(lengths[-1]):
-        empty = [""] * len(lengths)
-        lines.append([FLOOR, *empty, number(floor.floor_ms, 1), ""])
-        if checkpoints and floor.recomputation_ms:
-            both = floor.floor_ms + floor.recomputation_ms
-            lines.append([FLOOR_AND_RECOMPUTATION, *empty, number(both, 1), ""])
     header = [
         "variant",
         *(f"speedup at {n}" for n in lengths),
         f"step at {lengths[-1]}, ms",
         f"peak allocated at {lengths[-1]}, GiB",
     ]
-    return markdown_table(header, lines)
+    return markdown_table(header, lines) + _floor(suite, checkpoints)
+
+
+def _floor(suite: Run, checkpoints: bool) -> str:
+    """Write the floor of the longest length, if there is one."""
+    seq_len = suite.experiment.seq_lens[-1]
+    if (floor := suite.floor.get(seq_len)) is None:
+        return ""
+    words = f"\n\nFloor at {seq_len}: {floor.floor_ms:.1f} ms"
+    if checkpoints and floor.recomputation_ms:
+        both = floor.floor_ms + floor.recomputation_ms
+        words += f"; floor and recomputation: {both:.1f} ms"
+    return words + "."
 
 
 def _speedup(row: SummaryRow | None) -> str:

@@ -44,7 +44,7 @@ def results_section(run: Run) -> str:
     """Write every row of the summary, the run's caption, what went wrong, and the settings."""
     rows = summarize(run)
     columns: list[Column[SummaryRow]] = [
-        Column("tokens", lambda row: str(row.seq_len)),
+        Column("tokens per row", lambda row: str(row.seq_len)),
         title_column(run),
         Column("step, ms", lambda row: step_or_status(row) + spread(row.step_ms_ci95, 1)),
         TOKENS_PER_S,
@@ -149,7 +149,7 @@ def kinds_section(run: Run) -> str:
         lines.append(["**step**", *(f"**{bar.step_ms:.1f}**" for bar in shown)])
         least = [f"{shown[0].step_ms - bar.step_ms:.1f}" for bar in shown[1:]]
         lines.append([f"less than {title_of(shown[0].variant)}", "", *least])
-        header = [f"ms at {seq_len} tokens", *(title_in(bar.variant, run) for bar in shown)]
+        header = [f"ms at {seq_len} tokens per row", *(title_in(bar.variant, run) for bar in shown)]
         tables.append(markdown_table(header, lines))
     return "\n\n".join(tables) or "No cell has a profile."
 

@@ -166,7 +166,7 @@ def test_what_cannot_run_and_what_starts_slowly_is_said_once(run_cells, capsys, 
     lines = [line for line in said.splitlines() if "NVIDIA GPU" in line]
     assert len(lines) == 3 and "unavailable" not in said
     assert said.count("PYTHONDONTWRITEBYTECODE") == 1
-    graphs = "fused layers, CUDA graph, all parts, CUDA graph"
+    graphs = "whole layers, CUDA graph, all parts, CUDA graph"
     assert lines[2].startswith(f"{graphs}: a CUDA graph needs")
 
 

@@ -41,7 +41,7 @@ def test_each_number_has_a_row_that_says_where_it_is_from_and_the_fastest_is_fir
     said = section(published_run(status={"fused_all": "oom"}))
     assert said.startswith("**qwen3-8b, 4 × 2 × 2,048 tokens a step:**\n\n| variant | ")
     rows = [[*row.values()] for row in rows_in(said)]
-    tokens, here = 4 * 2 * 2048, f"NVIDIA H200, measured {published_run().started_utc[:10]}"
+    tokens, here = 4 * 2 * 2048, f"H200, measured {published_run().started_utc[:10]}"
     there = "one H100, published 2026-05-15"
     speeds = {
         title_in(id, published_run()): tokens / (2.0 - place / 10)

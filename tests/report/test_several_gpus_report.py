@@ -29,7 +29,7 @@ def test_the_section_has_a_row_for_each_length_and_variant_of_each_run():
     assert lines[4].startswith("2 × NVIDIA H200 · ")
     rows = [line for line in lines if line.startswith("| ") and "tokens/s" not in line]
     assert len([row for row in rows if "---" not in row]) == 8
-    row = "| 512 | fused layers, CUDA graph | 100.0 | 655,360 | 97.0% | 80.0% |"
+    row = "| 512 | whole layers, CUDA graph | 100.0 | 655,360 | 97.0% | 80.0% |"
     assert row in rows
     assert "published yet" in several_gpus_section([])
     other = run_on(4, 0.925)  # no other kind of GPU hides it

@@ -7,8 +7,6 @@ from cases.table_case import rows_in
 from bench.records import Floor
 from report import suite_tables
 
-FLOOR, BOTH = suite_tables.FLOOR, suite_tables.FLOOR_AND_RECOMPUTATION
-
 
 def test_a_single_round_is_marked_as_not_judged_and_the_fastest_is_first():
     suite = rounds(vanilla_peft=[200, 200], fused_all=[100], liger_peft=[160, 160])
@@ -20,18 +18,20 @@ def test_a_single_round_is_marked_as_not_judged_and_the_fastest_is_first():
 
 def test_a_variant_that_failed_says_so_and_stands_last():
     suite = rounds(vanilla_peft=[200], liger_peft=["oom"], fused_all=[100])
+    last = rows_in(suite_tables.peers_section(suite))[-1]
+    assert [last[name] for name in ("variant", "speedup at 64", "step at 64, ms")] == [
+        "Liger", "out of memory", "out of memory"
+    ]  # fmt: skip
 
-    def last_two():
-        rows = rows_in(suite_tables.peers_section(suite))
-        return [(row["variant"], row["step at 64, ms"]) for row in rows[-2:]]
 
-    failed, floor = ("Liger", "out of memory"), (FLOOR, "40.4")
-    assert rows_in(suite_tables.peers_section(suite))[-1]["speedup at 64"] == "out of memory"
-    assert last_two()[-1] == failed
+def test_the_floor_of_the_longest_length_is_below_the_table():
+    suite = rounds(vanilla_peft=[200], fused_all=[100])
+    assert "Floor" not in suite_tables.peers_section(suite)
     suite.floor = {64: Floor(40.4, [])}
-    assert last_two() == [failed, floor]
+    assert suite_tables.peers_section(suite).endswith("|\n\nFloor at 64: 40.4 ms.")
     suite.floor[64].recomputation_ms = 10.04
-    assert last_two() == [floor, (BOTH, "50.4")]
+    said = suite_tables.peers_section(suite)
+    assert said.endswith("Floor at 64: 40.4 ms; floor and recomputation: 50.4 ms.")
 
 
 def test_effects_are_the_longest_lengths_a_table_a_block():

@@ -31,7 +31,7 @@ def hand_made():
 def test_the_main_table_by_hand():
     markdown = tables.results_section(hand_made())
     assert row_of(markdown, "64", "fused MLP") == {
-        "tokens": "64", "variant": "fused MLP", "step, ms": "100.0 (90.0 to 118.3)",
+        "tokens per row": "64", "variant": "fused MLP", "step, ms": "100.0 (90.0 to 118.3)",
         "tokens/s": "20,480", "speedup": "2.00 (1.90 to 2.18)", "× floor": "2.50",
         "peak allocated, GiB": "1.5", "GPU, ms": "97.0",
     }  # fmt: skip
