@@ -80,20 +80,19 @@ def test_a_quick_run_says_its_rows_and_how_to_add_them():
 
 
 def beside_unsloth_in_trainers():
-    """Return how many times Unsloth's speed graphs in SFTTrainer had: the least and the most, of
-    our runs and of somebody else's, by tokens/s."""
-    tables = [t for card in (H100, H200) for t in (card / "trainers.txt").read_text().split("\n\n")]
-    steps = [
-        [int(ms) for ms in re.findall(rf"^\| SFT \| {run} \| (\d+)", table, re.MULTILINE)]
-        for table in tables
-        for run in ("Unsloth", "fused, in graphs")
+    """Return how many times Unsloth's labelled tokens/s graphs in SFTTrainer had: the least and the
+    most, of our runs and of somebody else's."""
+    texts = [(card / "trainers.txt").read_text() for card in (H100, H200)]
+    line = r"^\| SFT \| %s \| [\d,]+ \| ([\d,]+)"
+    speeds = [
+        [re.findall(line % run, table, re.MULTILINE) for run in ("Unsloth", "fused, in graphs")]
+        for text in texts
+        for table in text.split("\n\n")
     ]
-    pairs = zip(steps[::2], steps[1::2], strict=True)
-    ratios = [theirs[0] / ours[0] for theirs, ours in pairs if theirs and ours]
-    line = r"^\| (?:on|off).* SFT.*? \| .*? \| ([\d,]+), .*? \| .*? \| ([\d,]+), "
-    for speeds in re.findall(line, (H200 / "trainers.txt").read_text(), re.MULTILINE):
-        theirs_per_s, ours_per_s = (int(one.replace(",", "")) for one in speeds)
-        ratios.append(ours_per_s / theirs_per_s)
+    pairs = [(theirs[0], ours[0]) for theirs, ours in speeds if theirs and ours]
+    other_line = r"^\| (?:on|off).* SFT.*? \| .*? \| ([\d,]+), .*? \| .*? \| ([\d,]+), "
+    pairs += re.findall(other_line, texts[1], re.MULTILINE)
+    ratios = [int(ours.replace(",", "")) / int(theirs.replace(",", "")) for theirs, ours in pairs]
     return min(ratios), max(ratios)
 
 
