@@ -65,12 +65,11 @@ def answer(run: Run) -> str:
     part = "about half" if 0.4 < saved / they_save < 0.6 else f"{saved / they_save:.0%}"
     needed, _, *left = (row.peak_gib or 0 for row in at_longest)
     shares = dict.fromkeys(SHARES.get(round(needed / gib), f"{gib / needed:.0%}") for gib in left)
-    each = "each " if len(shares) == 1 else ""
     return (
         "We trained the same Qwen2.5-3B LoRA four ways and timed every step. **Our fused MLP alone "
         f"saves {part} of the GPU time that Unsloth saves: {saved:.0f} of {they_save:.0f} ms at "
         f"{longest} tokens per row. That is {mlp} speedup. All of Unsloth gives {unsloth}, "
-        f"everything fused {everything}, {each}with {' and '.join(shares)} of vanilla PEFT's "
+        f"everything fused {everything}; these two need {' and '.join(shares)} of vanilla PEFT's "
         f"memory.** ({run.environment.device}, {run.experiment.batch_size} rows a step, Unsloth "
         f"{release_of('unsloth', run)})"
     )
