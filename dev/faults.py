@@ -31,6 +31,7 @@ FAULTS = (
     Fault("fused_lora/layer/tiles.py", 'to("meta", torch.float32)', 'to("meta")', "tiles"),
     Fault("fused_lora/layer/mlp_block.py", "z_down, normed = self._add", "_, normed = self._add",
           "tiles"),
+    Fault("fused_lora/layer/tiles.py", 'one.to("meta", torch.float32)', 'one.to("meta")', "tiles"),
     Fault("fused_lora/step/recompute.py", "None if see is not None else tile_rows", "tile_rows",
           "tiles"),
     # --- techniques ---
