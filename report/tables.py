@@ -167,8 +167,8 @@ def kernels_section(run: Run) -> str:
 
 
 def beside_floor_section(runs: Iterable[Run]) -> str:
-    """Write a table for each run. With checkpointing, a variant is also compared with the floor
-    plus the recomputation. An FP8 variant is also compared with the same layers in bf16."""
+    """Write a table for each run. A variant is compared with the floor, and with the recomputation
+    added if it checkpoints. An FP8 variant is also compared with the same layers in bf16."""
     blocks = [f"{_floor_table(run)}\n\n{caption_with_commit(run)}" for run in runs]
     return "\n\n".join(blocks) or NOT_MEASURED
 
@@ -180,18 +180,19 @@ def _floor_table(run: Run) -> str:
         in_bf16 = rows.get((_in_bf16(row.variant), row.seq_len))
         return _ratio(in_bf16.median_step_ms, row.median_step_ms) if in_bf16 else ""
 
-    def over_recomputation(row: SummaryRow) -> str:
+    def over_floor(row: SummaryRow) -> str:
+        if not variant_of(row.variant).checkpoints:
+            return number(row.ratio_to_floor, 2)
         floor = run.floor_of(row.variant, row.seq_len)
-        if not floor or not floor.recomputation_ms or not variant_of(row.variant).checkpoints:
+        if not floor or not floor.recomputation_ms:
             return ""
         return _ratio(row.median_step_ms, floor.floor_ms + floor.recomputation_ms)
 
     columns = [
         Column[SummaryRow]("tokens", lambda row: f"{row.seq_len:,}"),
-        *(title_column(run), STEP, TOKENS_PER_S),
+        *(title_column(run), STEP),
         Column("× bf16's speed", over_bf16),
-        OVER_FLOOR,
-        Column("× floor and recomputation", over_recomputation),
+        Column("× floor and recomputation", over_floor),
         PEAK,
     ]
     said = [column for column in columns if any(column.words(row) for row in rows.values())]
