@@ -10,6 +10,7 @@ Nothing is patched at import, nor on any class or library module.
 """
 
 from .adopt.graph_steps import graph_steps
+from .adopt.quantize_experts import quantize_experts
 from .adopt.shard_base import shard_base
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
 from .loss.log_probs import log_probs
@@ -28,6 +29,7 @@ __all__ = [
     "graph_steps",
     "log_probs",
     "pack",
+    "quantize_experts",
     "report",
     "shard_base",
     "unfuse",

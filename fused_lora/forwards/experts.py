@@ -20,10 +20,12 @@ from ..foreign.ownership import why_not_own_forward
 from ..functions.lora_experts import FrozenExperts, LoRA_Experts, why_not_sizes
 from ..kernels.routed_rows import SWIGLU, ClampedGate
 from ..reading.aside import step_aside
+from ..reading.four_bit import codes_of, stand_in_for_codes
 from ..reading.known import known_form, why_not_class
 from ..reading.projection import BASE_IS_TRAINED, active_adapter, why_call, why_not_plain
 from ..reading.refusal import Refusal, attempt, refuse
 from ..rerun import saving_last
+from ..weights.four_bit_parts import written
 from .mlp import why_not_one_of
 
 PARAMETERS = ("gate_up_proj", "down_proj")
@@ -38,13 +40,16 @@ IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 
 class AdaptedParameter(NamedTuple):
     """A parameter of experts as it is now: its weight [experts, out, in] and bias [experts, out],
-    and its adapter's A [experts, r, in] and B [experts, out, r], None if none is active."""
+    and its adapter's A [experts, r, in] and B [experts, out, r], None if none is active. In 4 bits
+    weight is [experts out, in] and only stands for what `written` gives."""
 
     weight: Tensor
     bias: Tensor | None
     A: Tensor | None = None
     B: Tensor | None = None
     scaling: float = 0.0
+    base: Any = None  # its codes, while its weight is none to multiply
+    is_packed: bool = False
 
 
 def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -88,16 +93,18 @@ def read_experts(outermost: Any) -> tuple[AdaptedParameter, AdaptedParameter, Cl
     gate = ClampedGate(base.alpha, base.limit) if is_clamped else SWIGLU
     parameters = []
     for name in PARAMETERS:
-        weight, bias = getattr(base, name), getattr(base, f"{name}_bias") if is_clamped else None
+        codes, bias = codes_of(base, name), getattr(base, f"{name}_bias") if is_clamped else None
+        weight = getattr(base, name) if codes is None else stand_in_for_codes(codes)
         for tensor in (weight, *([] if bias is None else [bias])):
             if (reason := why_not_plain(base, tensor)) is not None:
                 raise Refusal(f"{name}: its base weight {reason}")
             refuse(BASE_IS_TRAINED if tensor.requires_grad else None)
-        if weight.ndim != 3:
-            raise Refusal(f"{name} is {list(weight.shape)} now, not [experts, out, in]")
-        refuse(why_not_sizes(*weight.shape[1:]))
-        weight = weight.mT if is_clamped else weight
-        parameters.append(AdaptedParameter(weight, bias, *adapters.get(name, ())))
+        shape = weight.shape if codes is None else codes.quant_state.shape
+        if len(shape) != 3:
+            raise Refusal(f"{name} is {list(shape)} now, not [experts, out, in]")
+        refuse(why_not_sizes(*shape[1:]))
+        one = AdaptedParameter(weight, bias, *adapters.get(name, ()))
+        parameters.append(one._replace(base=codes, is_packed=codes is not None))
     gate_up, down = parameters
     return gate_up, down, gate
 
@@ -135,6 +142,12 @@ def _why_not_dtype(x: Tensor, read: tuple) -> str:
     return ""
 
 
+def _by_expert(read: AdaptedParameter, gate: ClampedGate) -> Tensor:
+    """Return a weight as [experts, out, in]."""
+    weight = read.weight if read.base is None else read.weight.view(read.base.quant_state.shape)
+    return weight.mT if gate is not SWIGLU else weight
+
+
 def experts_forward(wrapper: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
     read, reason = attempt(read_experts, wrapper)
     if len(rest) != 2 or options:
@@ -142,10 +155,12 @@ def experts_forward(wrapper: nn.Module, parts: frozenset[str], x: Tensor, *rest,
     if reason := reason or _why_not_dtype(x, read):
         return step_aside(wrapper, reason, x, *rest, **options)
     chosen, weights = rest
-    both, down, gate = read
+    *read, gate = read
+    (both, down), write_again = written(wrapper, read)
     frozen = FrozenExperts(
-        both.weight, down.weight, both.scaling, down.scaling, gate, both.bias, down.bias
-    )
+        _by_expert(both, gate), _by_expert(down, gate), both.scaling, down.scaling, gate,
+        both.bias, down.bias, write_again=write_again,
+    )  # fmt: skip
 
     def run(output_needed: bool) -> Tensor:
         now = frozen._replace(output_needed=output_needed)

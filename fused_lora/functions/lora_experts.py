@@ -29,6 +29,7 @@ Saved: x, [gate, up] and z. The rows of x are copied again in backward. Matmuls 
 grouped ones; the passes between them are `kernels/routed_rows.py`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,7 @@ class FrozenExperts(NamedTuple):
         gate_up_weight.
     gate_up_bias, down_bias: frozen.
     output_needed: as in FrozenMLP, False for a recompute whose output nobody reads.
+    write_again: as in FrozenMLP, for weights in memory that others write into until backward.
     """
 
     gate_up_weight: Tensor  # [experts, 2 intermediate, hidden]
@@ -73,6 +75,7 @@ class FrozenExperts(NamedTuple):
     gate_up_bias: Tensor | None = None  # [experts, 2 intermediate]
     down_bias: Tensor | None = None  # [experts, hidden]
     output_needed: bool = True
+    write_again: Callable[[], None] | None = None
 
 
 class Routing(NamedTuple):
@@ -151,7 +154,7 @@ class LoRA_Experts(torch.autograd.Function):
         _check(x, dtype, weights, given, chosen, frozen)
         ctx.dtype_of_x, ctx.dtype_of_weights = x.dtype, weights.dtype
         ctx.likes = [None if one is None else (one.shape, one.dtype) for one in given]
-        ctx.gate = frozen.gate
+        ctx.gate, ctx.write_again = frozen.gate, frozen.write_again
         ctx.scalings = gate_up_scaling, down_scaling = frozen.gate_up_scaling, frozen.down_scaling
         gate_up_weight = frozen.gate_up_weight.to(dtype)
         down_weight = frozen.down_weight.to(dtype)
@@ -196,6 +199,8 @@ class LoRA_Experts(torch.autograd.Function):
     def backward(ctx, grad_output):
         refuse_second_derivative("LoRA_Experts", "the unfused experts")
         x, weight, gate_up, z, *others = ctx.saved_tensors
+        if ctx.write_again is not None:  # after a recompute, which ctx.saved_tensors may start
+            ctx.write_again()
         gate_up_A, gate_up_B, down_A, down_B, *others = others
         gate_up_weight, down_weight, down_bias, chosen, *routed = others
         routing = Routing(*routed)

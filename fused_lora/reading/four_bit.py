@@ -6,7 +6,8 @@ saving, loading, merging and `unfuse` need nothing from us.
 
 import sys
 from functools import lru_cache
-from typing import Any, TypeGuard
+from math import prod
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
@@ -101,15 +102,43 @@ def why_not_norms(model: nn.Module, name: str) -> str | None:
     return None
 
 
+class Codes(NamedTuple):
+    """A parameter that bitsandbytes keeps in 4 bits, as a layer's base has its weight."""
+
+    weight: Tensor
+    quant_state: Any
+
+
+def codes_of(module: nn.Module, name: str) -> Codes | None:
+    """Return the codes of a parameter that `replace_parameter_4bit` has quantised, else None."""
+    if "parametrizations" not in module._modules:
+        return None
+    its: Any = module.parametrizations
+    if name not in its:
+        return None
+    return Codes(its[name].original, its[name][0].quant_state)
+
+
+def stand_in_for_codes(codes: Codes) -> Tensor:
+    """Return a tensor without memory, [experts out, in], in the dtype of what is quantised."""
+    *rows, inputs = codes.quant_state.shape
+    return _without_memory(prod(rows), inputs, codes.quant_state.dtype, codes.weight.device)
+
+
 def packed(base: Any) -> Packed4bit:
-    """Return the packed weight of a layer, as views of bitsandbytes' tensors."""
+    """Return the packed weight of a layer, or of experts, as views of bitsandbytes' tensors."""
     state = state_of(base)
     nested = None
     if state.nested:
         inner = state.state2
         nested = Nested(inner.code, inner.absmax, state.offset, inner.blocksize)
     return Packed4bit(
-        base.weight.data, tuple(state.shape), state.code, state.absmax, state.blocksize, nested
+        base.weight.data,
+        (prod(state.shape[:-1]), state.shape[-1]),
+        state.code,
+        state.absmax,
+        state.blocksize,
+        nested,
     )
 
 

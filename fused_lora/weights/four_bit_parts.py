@@ -7,6 +7,7 @@ have used the memory since. A recomputed forward and the backward after it share
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +37,9 @@ class Memories(Scratches):
         for scratch in self.values():
             scratch.holder = -1
 
-    def buffers_of(self, reads: Sequence[Projection]) -> list[ScratchBuffer]:
+    def buffers_of(self, reads: Sequence[Any]) -> list[ScratchBuffer]:
         """Return a buffer for each of these weights in 4 bits, which may have moved since."""
-        key = tuple(id(read.base) for read in reads)
+        key = tuple(id(read.base.weight) for read in reads)
         places = tuple((places_of(read.base), read.weight.dtype) for read in reads)
         if (made := self._made.get(key)) is None or made[0] != places:
             made = self._made[key] = places, self._make(reads)
@@ -46,7 +47,7 @@ class Memories(Scratches):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _make(self, reads: Sequence[Projection]) -> list[ScratchBuffer]:
+    def _make(self, reads: Sequence[Any]) -> list[ScratchBuffer]:
         shapes, buffers = tuple(read.weight.shape for read in reads), []
         for index, read in enumerate(reads):
             like = read.weight
@@ -57,11 +58,10 @@ class Memories(Scratches):
         return buffers
 
 
-def written(
-    module: nn.Module, reads: list[Projection]
-) -> tuple[list[Projection], Callable[[], None] | None]:
-    """Write those weights of a module's projections that are in 4 bits. Return the projections with
-    weights to multiply, and `write_again` for their function, None if all are plain."""
+def written(module: nn.Module, reads: list[Any]) -> tuple[list[Any], Callable[[], None] | None]:
+    """Write those weights of a module's projections, or of its experts, that are in 4 bits. Return
+    the reads with weights to multiply, and `write_again` for their function, None if all are
+    plain."""
     in_4_bits = [read for read in reads if read.is_packed]
     if not in_4_bits:
         return reads, None

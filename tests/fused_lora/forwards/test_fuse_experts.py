@@ -11,12 +11,13 @@ from cases.counting import Watch
 from cases.families_case import FAMILIES, everywhere
 from cases.fused_case import ALL, assert_close, beside, functions_of, loss_of, step
 from cases.peft_models import MLP_ON, ids
-from cases.reference import assert_near, random
+from cases.reference import assert_near, random, relative_error
 from peft import LoraConfig
+from safetensors.torch import load_file
 from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora import Fusion, fuse, quantize_experts, report, unfuse
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": [GATE_UP, DOWN]}
@@ -24,8 +25,10 @@ EXPERTS = {"target_modules": ["q_proj"], "target_parameters": [GATE_UP, DOWN]}
 MANY = {"num_experts": 16, "num_local_experts": 16, "experts_implementation": "grouped_mm"}
 
 
-def moe_model(device, dtype=torch.float32, config=None, classes="Qwen3Moe", **lora):
-    family = FAMILIES["Qwen3-MoE"]
+def moe_model(
+    device, dtype=torch.float32, config=None, classes="Qwen3Moe", family="Qwen3-MoE", **lora
+):
+    family = FAMILIES[family]
     family = replace(family, classes=classes, config=family.config | MANY | (config or {}))
     return family.peft_model(device, dtype, **lora).train()
 
@@ -99,6 +102,72 @@ def test_fp32_adapters_of_a_bf16_model_get_fp32_gradients(device):
     got, want = (step(model, length=5) for model in (fused, plain))
     assert got.functions == {"LoRA_Experts": 2}
     assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in want.items()}
+
+
+# --- in 4 bits ------------------------------------------------------------------------------------
+
+
+IN_4_BITS = {  # the family, its dtype, how it is quantised, and what is fused beside experts
+    "Qwen3-MoE": ("Qwen3-MoE", torch.float32, {}, {}),
+    "checkpointed": ("Qwen3-MoE", torch.bfloat16, {}, {"checkpoint": "full"}),
+    "FP4, simple scales": (
+        "Qwen3-MoE", torch.bfloat16, {"quant_type": "fp4", "double_quant": False}, {},
+    ),
+    "clamped, by columns": ("gpt-oss", torch.bfloat16, {}, {}),
+}  # fmt: skip
+
+
+def in_4_bits(name, device):
+    """Return a model with experts in 4 bits, and one with the weights that these stand for."""
+    family, dtype, options, _ = IN_4_BITS[name]
+    model = moe_model(device, dtype, family=family, classes=FAMILIES[family].classes, **FROZEN)
+    plain = copy.deepcopy(model)
+    assert quantize_experts(model, **options) == everywhere("mlp.experts")
+    for path in everywhere("mlp.experts"):
+        got, want = (one.get_submodule(path) for one in (model, plain))
+        for parameter in ("gate_up_proj", "down_proj"):
+            weight, stands_for = getattr(want, parameter), getattr(got, parameter)
+            assert 0 < relative_error(stands_for, weight) < 0.2
+            weight.data = stands_for
+    return model, plain
+
+
+@pytest.mark.parametrize("name", IN_4_BITS)
+def test_experts_in_4_bits_train_as_what_they_stand_for(name, device):
+    """Bit for bit, though both layers' weights lie in the same memory."""
+    fusion = Fusion(mlp=True, **IN_4_BITS[name][-1])
+    coded, plain = in_4_bits(name, device)
+    for model in (coded, plain):
+        assert fuse(model, fusion).left == report(model).left == {}
+    got, want = (step(model, length=5) for model in (coded, plain))
+    assert got.functions == want.functions == {"LoRA_Experts": 2}
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[one], want[one]) for one in want)
+    assert torch.equal(step(copy.deepcopy(coded), length=5)["loss"], want["loss"])
+    for model in (coded, plain):
+        unfuse(model)
+    assert_close(*(step(model, length=5) for model in (coded, plain)), 1e-5)
+
+
+def test_adapters_beside_experts_in_4_bits_are_saved_as_beside_others(device, tmp_path):
+    models = in_4_bits("Qwen3-MoE", device)
+    for model, folder in zip(models, "ab", strict=True):
+        fuse(model, MLP_ON)
+        model.save_pretrained(tmp_path / folder)
+    got, want = (load_file(tmp_path / one / "adapter_model.safetensors") for one in "ab")
+    assert got.keys() == want.keys() and all(torch.equal(got[one], want[one]) for one in want)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: moe_model("cpu"), "mlp.experts has adapters, which PEFT does not train"),
+        (lambda: nn.Linear(8, 8), "no experts of a class"),
+    ],
+)
+def test_what_cannot_be_quantised_is_an_error(model, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_experts(model())
 
 
 # --- reasons --------------------------------------------------------------------------------------
