@@ -102,24 +102,24 @@ def why_not_norms(model: nn.Module, name: str) -> str | None:
     return None
 
 
-class Codes(NamedTuple):
+class ExpertCodes(NamedTuple):
     """A parameter that bitsandbytes keeps in 4 bits, as a layer's base has its weight."""
 
     weight: Tensor
     quant_state: Any
 
 
-def codes_of(module: nn.Module, name: str) -> Codes | None:
+def codes_of(module: nn.Module, name: str) -> ExpertCodes | None:
     """Return the codes of a parameter that `replace_parameter_4bit` has quantised, else None."""
     if "parametrizations" not in module._modules:
         return None
     its: Any = module.parametrizations
     if name not in its:
         return None
-    return Codes(its[name].original, its[name][0].quant_state)
+    return ExpertCodes(its[name].original, its[name][0].quant_state)
 
 
-def stand_in_for_codes(codes: Codes) -> Tensor:
+def stand_in_for_codes(codes: ExpertCodes) -> Tensor:
     """Return a tensor without memory, [experts out, in], in the dtype of what is quantised."""
     *rows, inputs = codes.quant_state.shape
     return _without_memory(prod(rows), inputs, codes.quant_state.dtype, codes.weight.device)
