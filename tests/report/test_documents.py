@@ -80,8 +80,8 @@ def test_a_quick_run_says_its_rows_and_how_to_add_them():
 
 
 def beside_unsloth_in_trainers():
-    """Return how many times Unsloth's labelled tokens/s graphs in SFTTrainer had on packed rows: the
-    least and the most, of our runs and of somebody else's."""
+    """Return how many times Unsloth's labelled tokens/s graphs in SFTTrainer had on packed rows:
+    the least and the most, of our runs and of somebody else's."""
     texts = [(card / "trainers.txt").read_text() for card in (H100, H200)]
     line = r"^\| SFT \| %s \| [\d,]+ \| ([\d,]+)"
     speeds = [
