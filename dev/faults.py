@@ -84,6 +84,8 @@ FAULTS = (
     Fault("fused_lora/kernels/routed_rows.py", "        grad *= weight\n", "",
           "launchers"),
     Fault("fused_lora/functions/lora_experts.py", "ctx.write_again()", "pass", "fuse_experts"),
+    Fault("fused_lora/weights/expert_weight.py", "= value.codes, value.quant_state  # moved or",
+          "= self.codes, self.quant_state  #", "fuse_experts"),
     Fault("fused_lora/functions/lora_experts.py", "right=True", "right=False", "contract"),
     Fault("fused_lora/kernels/document_bounds.py", "!= position_ids[:, :-1] + 1",
           "< position_ids[:, :-1]", "attention_to_documents"),

@@ -3,12 +3,11 @@
 from typing import Any, Literal
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from ..forwards.experts import PARAMETERS, experts
-from ..reading.four_bit import codes_of
 from ..reading.known import known_form
+from ..weights.expert_weight import ExpertWeight
 
 
 def quantize_experts(
@@ -17,11 +16,12 @@ def quantize_experts(
     double_quant: bool = True,
     device: torch.device | str | None = None,
 ) -> list[str]:
-    """Keep the weights of a mixture's experts in 4 bits, by bitsandbytes' `replace_parameter_4bit`.
+    """Keep the weights of a mixture's experts in 4 bits, in bitsandbytes' codes.
 
-    For adapters on attention and other layers, before or after `get_peft_model`. Experts that run
-    fused are dequantised into memory that all layers share. Without `fuse` each call dequantises
-    them into memory of its own.
+    Call it before `fuse`, and before or after `get_peft_model`. Experts that run fused are
+    dequantised into memory that all layers share. Without `fuse` each use dequantises them into
+    temporary memory. Adapters of experts are trained, saved and loaded as before. They cannot be
+    merged into such experts, and the base cannot be saved.
 
     Args:
         quant_type: the 16 values of a code.
@@ -34,25 +34,24 @@ def quantize_experts(
 
     Raises:
         ImportError: there is no bitsandbytes.
-        ValueError: the model has no experts of a class that we know, or experts have adapters: over
-            such weights PEFT 0.21's own forward does not train them.
+        ValueError: the model has no experts of a class that we know.
     """
-    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    from bitsandbytes.functional import quantize_4bit
 
-    found: list[tuple[str, Any]] = [*experts(model)]
-    for name, module in found:
-        if isinstance(module, ParamWrapper):
-            raise ValueError(
-                f"quantize_experts: {name} has adapters, which PEFT does not train over 4 bits: "
-                "leave experts out of target_parameters"
-            )
-    known = [(name, module) for name, module in found if known_form(module, "Experts")]
+    bases = [
+        (name, getattr(one, "get_base_layer", lambda one=one: one)())
+        for name, one in experts(model)
+    ]
+    known: list[tuple[str, Any]] = [pair for pair in bases if known_form(pair[1], "Experts")]
     if not known:
         raise ValueError("quantize_experts: no experts of a class in fused_lora/docs/support.md")
-    for _, module in known:
+    for _, base in known:
         for name in PARAMETERS:
-            if codes_of(module, name) is None:
-                weight = getattr(module, name)
-                weight.data = weight.data.to(device or weight.device)
-                replace_parameter_4bit(module, name, double_quant, quant_type)
+            weight = base._parameters[name]
+            if not isinstance(weight, ExpertWeight):
+                codes, state = quantize_4bit(
+                    weight.detach().to(device or weight.device).contiguous(),
+                    compress_statistics=double_quant, quant_type=quant_type,
+                )  # fmt: skip
+                base._parameters[name] = nn.Parameter(ExpertWeight.of(codes, state), False)
     return [name for name, _ in known]

@@ -24,7 +24,7 @@ from ..weights.borders import Border, LayerBorders, borders_of
 from ..weights.default_border import DefaultBorder
 from ..weights.four_bit_parts import memories_of
 from ..weights.fp8_checkpoint import drop_idle_hook
-from ..weights.fp8_weight import keep_fp8_from_ddp
+from ..weights.fp8_weight import keep_codes_from_ddp
 from ..weights.own_memory import leave_buffers
 from .report import PARTS_SET
 from .switches import SWITCHES, switches_for
@@ -82,7 +82,7 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
     if names := [n for n, one in model.named_modules() if "cross_entropy" in fused_parts_of(one)]:
         model.register_forward_pre_hook(HeadTaker(names))
     drop_idle_hook(model)
-    keep_fp8_from_ddp(model)
+    keep_codes_from_ddp(model)
 
 
 def _is_within(name: str, outer: str) -> bool:

@@ -8,7 +8,6 @@ from transformers.utils import output_capturing
 
 from ..step.hooks import Bystander
 
-PARAMETRIZE = "bitsandbytes.nn.parametrize"  # its hooks keep what is dequantised during a call
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -29,7 +28,7 @@ def has_hooks(module: nn.Module, is_allowed: Callable[[Any], bool] | None = None
 
 
 def _is_idle(hook: Any) -> bool:
-    if isinstance(hook, Bystander) or getattr(hook, "__module__", "") == PARAMETRIZE:
+    if isinstance(hook, Bystander):
         return True
     code = getattr(hook, "__code__", None)
     if code is None or code.co_filename != output_capturing.__file__:

@@ -123,19 +123,9 @@ def is_fsdp(cls: type) -> bool:
 
 
 def own_class(module: nn.Module) -> type:
-    """Return a module's class, without what fully_shard or bitsandbytes has made of it."""
+    """Return a module's class, without what fully_shard has made of it."""
     cls = type(module)
-    if "parametrizations" in module._modules and is_in_4bit_parametrizations(module):
-        return cls.__bases__[0]
     return cls.__bases__[1] if is_fsdp(cls) else cls
-
-
-def is_in_4bit_parametrizations(module: nn.Module) -> bool:
-    """Return True if all parametrizations of a module are bitsandbytes' of weights in 4 bits."""
-    its: Any = module.parametrizations
-    return all(
-        type(one).__name__ == "Bnb4bitParametrization" for every in its.values() for one in every
-    )
 
 
 def is_fsdp_hook(hook: Any) -> bool:

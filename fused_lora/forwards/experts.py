@@ -20,11 +20,11 @@ from ..foreign.ownership import why_not_own_forward
 from ..functions.lora_experts import FrozenExperts, LoRA_Experts, why_not_sizes
 from ..kernels.routed_rows import SWIGLU, ClampedGate
 from ..reading.aside import step_aside
-from ..reading.four_bit import codes_of, stand_in_for_codes
 from ..reading.known import known_form, why_not_class
 from ..reading.projection import BASE_IS_TRAINED, active_adapter, why_call, why_not_plain
 from ..reading.refusal import Refusal, attempt, refuse
 from ..rerun import saving_last
+from ..weights.expert_weight import ExpertWeight
 from ..weights.four_bit_parts import written
 from .mlp import why_not_one_of
 
@@ -48,7 +48,7 @@ class AdaptedParameter(NamedTuple):
     A: Tensor | None = None
     B: Tensor | None = None
     scaling: float = 0.0
-    base: Any = None  # its codes, while its weight is none to multiply
+    base: ExpertWeight | None = None  # its codes
     is_packed: bool = False
 
 
@@ -93,18 +93,18 @@ def read_experts(outermost: Any) -> tuple[AdaptedParameter, AdaptedParameter, Cl
     gate = ClampedGate(base.alpha, base.limit) if is_clamped else SWIGLU
     parameters = []
     for name in PARAMETERS:
-        codes, bias = codes_of(base, name), getattr(base, f"{name}_bias") if is_clamped else None
-        weight = getattr(base, name) if codes is None else stand_in_for_codes(codes)
+        weight, bias = getattr(base, name), getattr(base, f"{name}_bias") if is_clamped else None
         for tensor in (weight, *([] if bias is None else [bias])):
             if (reason := why_not_plain(base, tensor)) is not None:
                 raise Refusal(f"{name}: its base weight {reason}")
             refuse(BASE_IS_TRAINED if tensor.requires_grad else None)
-        shape = weight.shape if codes is None else codes.quant_state.shape
-        if len(shape) != 3:
-            raise Refusal(f"{name} is {list(shape)} now, not [experts, out, in]")
-        refuse(why_not_sizes(*shape[1:]))
+        if weight.ndim != 3:
+            raise Refusal(f"{name} is {list(weight.shape)} now, not [experts, out, in]")
+        refuse(why_not_sizes(*weight.shape[1:]))
         one = AdaptedParameter(weight, bias, *adapters.get(name, ()))
-        parameters.append(one._replace(base=codes, is_packed=codes is not None))
+        if isinstance(weight, ExpertWeight):
+            one = one._replace(weight=weight.stand_in(), base=weight, is_packed=True)
+        parameters.append(one)
     gate_up, down = parameters
     return gate_up, down, gate
 
@@ -144,7 +144,7 @@ def _why_not_dtype(x: Tensor, read: tuple) -> str:
 
 def _by_expert(read: AdaptedParameter, gate: ClampedGate) -> Tensor:
     """Return a weight as [experts, out, in]."""
-    weight = read.weight if read.base is None else read.weight.view(read.base.quant_state.shape)
+    weight = read.weight if read.base is None else read.weight.view(read.base.shape)
     return weight.mT if gate is not SWIGLU else weight
 
 

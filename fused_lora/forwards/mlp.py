@@ -26,8 +26,6 @@ def mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield MLPs that have gate and up as two layers or as one. Unknown classes are included."""
     for name, module in model.named_modules():
         output = _named_form(module).output
-        if isinstance(module, nn.ModuleDict):  # of the parametrizations of experts in 4 bits
-            continue
         if output in module._modules and projections_of(module) - {output, "up_proj"}:  # a gate
             yield name, module
 

@@ -7,7 +7,7 @@ saving, loading, merging and `unfuse` need nothing from us.
 import sys
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
@@ -100,29 +100,6 @@ def why_not_norms(model: nn.Module, name: str) -> str | None:
             unlike = (base for base in bases if stand_in_for(base).dtype != dtype)
             return next((why_not_alike(one, dtype) for one in unlike), None)
     return None
-
-
-class ExpertCodes(NamedTuple):
-    """A parameter that bitsandbytes keeps in 4 bits, as a layer's base has its weight."""
-
-    weight: Tensor
-    quant_state: Any
-
-
-def codes_of(module: nn.Module, name: str) -> ExpertCodes | None:
-    """Return the codes of a parameter that `replace_parameter_4bit` has quantised, else None."""
-    if "parametrizations" not in module._modules:
-        return None
-    its: Any = module.parametrizations
-    if name not in its:
-        return None
-    return ExpertCodes(its[name].original, its[name][0].quant_state)
-
-
-def stand_in_for_codes(codes: ExpertCodes) -> Tensor:
-    """Return a tensor without memory, [experts out, in], in the dtype of what is quantised."""
-    *rows, inputs = codes.quant_state.shape
-    return _without_memory(prod(rows), inputs, codes.quant_state.dtype, codes.weight.device)
 
 
 def packed(base: Any) -> Packed4bit:

@@ -25,6 +25,7 @@ from ..foreign.parallel import keep_from_ddp
 from ..kernels.fp8_rows import E4M3, SIZES, codes_and_scales
 from ..layer.buffer import PlacedWeight
 from ..layer.fp8.buffer import Fp8Buffer
+from .expert_weight import ExpertWeight
 from .wrapped_weight import SAME, WrappedWeight, aten, written_of
 
 FP8_DTYPES = (torch.bfloat16,)  # outputs of `_scaled_mm` with row scales
@@ -286,13 +287,14 @@ def _become(parameter: Tensor, other: Tensor) -> None:
             parameter.grad = grad
 
 
-def keep_fp8_from_ddp(model: nn.Module) -> None:
-    """Every rank has made or loaded the same FP8 weights. An Fp8Weight would be sent from the host
-    and quantised again, and Gloo cannot send codes at all."""
+def keep_codes_from_ddp(model: nn.Module) -> None:
+    """Every rank has made or loaded the same codes. An Fp8Weight would be sent from the host and
+    quantised again, experts in 4 bits cannot be written, and Gloo cannot send FP8 codes at all."""
     names = [
         name
         for name, one in model.named_parameters()
-        if isinstance(one, Fp8Weight) or (one.is_floating_point() and one.element_size() == 1)
+        if isinstance(one, Fp8Weight | ExpertWeight)
+        or (one.is_floating_point() and one.element_size() == 1)
     ]
     if names:
         keep_from_ddp(model, names)

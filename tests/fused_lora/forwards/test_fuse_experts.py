@@ -107,28 +107,29 @@ def test_fp32_adapters_of_a_bf16_model_get_fp32_gradients(device):
 # --- in 4 bits ------------------------------------------------------------------------------------
 
 
-IN_4_BITS = {  # the family, its dtype, how it is quantised, and what is fused beside experts
-    "Qwen3-MoE": ("Qwen3-MoE", torch.float32, {}, {}),
-    "checkpointed": ("Qwen3-MoE", torch.bfloat16, {}, {"checkpoint": "full"}),
+IN_4_BITS = {  # the family, its dtype, LoraConfig's options, how it is quantised, Fusion's options
+    "frozen": ("Qwen3-MoE", torch.float32, FROZEN, {}, {}),
+    "checkpointed": ("Qwen3-MoE", torch.bfloat16, EXPERTS, {}, {"checkpoint": "full"}),
     "FP4, simple scales": (
-        "Qwen3-MoE", torch.bfloat16, {"quant_type": "fp4", "double_quant": False}, {},
+        "Qwen3-MoE", torch.float32, EXPERTS, {"quant_type": "fp4", "double_quant": False}, {},
     ),
-    "clamped, by columns": ("gpt-oss", torch.bfloat16, {}, {}),
+    "clamped, by columns": ("gpt-oss", torch.bfloat16, FROZEN, {}, {}),
 }  # fmt: skip
 
 
 def in_4_bits(name, device):
     """Return a model with experts in 4 bits, and one with the weights that these stand for."""
-    family, dtype, options, _ = IN_4_BITS[name]
-    model = moe_model(device, dtype, family=family, classes=FAMILIES[family].classes, **FROZEN)
+    family, dtype, lora, options, _ = IN_4_BITS[name]
+    model = moe_model(device, dtype, family=family, classes=FAMILIES[family].classes, **lora)
     plain = copy.deepcopy(model)
     assert quantize_experts(model, **options) == everywhere("mlp.experts")
-    for path in everywhere("mlp.experts"):
-        got, want = (one.get_submodule(path) for one in (model, plain))
-        for parameter in ("gate_up_proj", "down_proj"):
-            weight, stands_for = getattr(want, parameter), getattr(got, parameter)
-            assert 0 < relative_error(stands_for, weight) < 0.2
-            weight.data = stands_for
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    coded = [(one, weight) for (name, one), weight in pairs if name.endswith(("up_proj", "n_proj"))]
+    assert len(coded) == 4
+    for one, weight in coded:
+        assert one.shape == weight.shape and one.dtype == weight.dtype and one.grad_fn is None
+        assert 0 < relative_error(one, weight) < 0.2
+        weight.data = one + 0
     return model, plain
 
 
@@ -136,38 +137,42 @@ def in_4_bits(name, device):
 def test_experts_in_4_bits_train_as_what_they_stand_for(name, device):
     """Bit for bit, though both layers' weights lie in the same memory."""
     fusion = Fusion(mlp=True, **IN_4_BITS[name][-1])
-    coded, plain = in_4_bits(name, device)
-    for model in (coded, plain):
+    models = coded, _ = in_4_bits(name, device)
+    for model in models:
         assert fuse(model, fusion).left == report(model).left == {}
-    got, want = (step(model, length=5) for model in (coded, plain))
+    assert len(coded._ddp_params_and_buffers_to_ignore) == 4
+    got, want = (step(model, length=5) for model in models)
     assert got.functions == want.functions == {"LoRA_Experts": 2}
     assert got.keys() == want.keys()
     assert all(torch.equal(got[one], want[one]) for one in want)
-    assert torch.equal(step(copy.deepcopy(coded), length=5)["loss"], want["loss"])
-    for model in (coded, plain):
+    moved = copy.deepcopy(coded).float().to(coded.dtype)
+    assert torch.equal(step(moved, length=5)["loss"], want["loss"])
+    for model in models:
         unfuse(model)
-    assert_close(*(step(model, length=5) for model in (coded, plain)), 1e-5)
+    got, want = (step(model, length=5) for model in models)
+    assert got.keys() == want.keys()
+    assert_close(got, want, 1e-5)
 
 
-def test_adapters_beside_experts_in_4_bits_are_saved_as_beside_others(device, tmp_path):
-    models = in_4_bits("Qwen3-MoE", device)
+def test_adapters_of_experts_in_4_bits_are_saved_and_the_base_is_not(device, tmp_path):
+    models = coded, _ = in_4_bits("checkpointed", device)
     for model, folder in zip(models, "ab", strict=True):
         fuse(model, MLP_ON)
         model.save_pretrained(tmp_path / folder)
     got, want = (load_file(tmp_path / one / "adapter_model.safetensors") for one in "ab")
     assert got.keys() == want.keys() and all(torch.equal(got[one], want[one]) for one in want)
+    weight = experts_of(coded.float()).get_base_layer().down_proj
+    assert weight.dtype == (weight + 0).dtype == torch.float32
+    for change in (lambda: weight.mul_(2), coded.merge_adapter):
+        with pytest.raises(RuntimeError, match="in 4 bits"):
+            change()
+    with pytest.raises(RuntimeError, match="save the adapters alone"):
+        torch.save(coded.state_dict(), tmp_path / "base")
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: moe_model("cpu"), "mlp.experts has adapters, which PEFT does not train"),
-        (lambda: nn.Linear(8, 8), "no experts of a class"),
-    ],
-)
-def test_what_cannot_be_quantised_is_an_error(model, message):
-    with pytest.raises(ValueError, match=message):
-        quantize_experts(model())
+def test_a_model_without_experts_is_an_error(device):
+    with pytest.raises(ValueError, match="no experts of a class"):
+        quantize_experts(nn.Linear(8, 8))
 
 
 # --- reasons --------------------------------------------------------------------------------------
