@@ -70,8 +70,8 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
 
 @contextmanager
 def in_tiles(tile_rows: int | None) -> Iterator[None]:
-    """Context in which an MLP outside of a recomputed forward computes so many rows at once. For a
-    forward without gradients: otherwise its backward would compute what this one has dropped."""
+    """Context in which an MLP outside of a recomputed forward computes this many rows at once. Use
+    it only without gradients: a backward would need what the forward has dropped."""
     before, _thread.tile_rows = _thread.tile_rows, tile_rows
     try:
         yield

@@ -54,11 +54,13 @@ class ExpertWeight(WrappedWeight, PlacedWeight):
         return self.codes.new_zeros(1, dtype=self.dtype).expand(prod(rows), inputs)
 
     def whole(self) -> Tensor:
+        """Return the weight [experts, out, in], dequantised into new memory."""
         from bitsandbytes.functional import dequantize_4bit
 
         return dequantize_4bit(self.codes, self.quant_state)
 
     def moved(self, device: Any, dtype: torch.dtype | None) -> "ExpertWeight":
+        """Return these codes on a device, to be dequantised to a dtype. None: as they are."""
         state = copy.copy(self.quant_state)
         state.state2 = copy.copy(state.state2)
         state.to(device or self.device)
