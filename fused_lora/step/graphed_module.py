@@ -41,7 +41,11 @@ class GraphedModule:
 
     Within `in_place` it is the module's forward. Each form (shapes, dtypes, constants, autocast,
     which parameters train, `ModuleSettings`) runs eagerly twice and is captured at its third call.
-    One that cannot be captured keeps running eagerly, and each reason is given once, as a warning.
+    Where only the shapes differ from those of a captured form, it is captured at its first call: an
+    eager one would need its activations beside those of the graphs. With a mask among the inputs,
+    eager calls have to look at it first (`masks.py`).
+    A form that cannot be captured keeps running eagerly, and each reason is given once, as a
+    warning.
 
     Args:
         module: on one CUDA device. It takes tensors and constants, and returns a dataclass with
@@ -110,8 +114,9 @@ class GraphedModule:
         form = self._form_of(inputs, parameters)
         if form is None:
             return self._eager(**inputs)
-        if form.captured is None and form.eager_calls < EAGER_CALLS:
+        if form.captured is None and not form.is_warm:
             form.eager_calls += 1
+            form.is_warm = form.eager_calls == EAGER_CALLS
             with form.without_mask.noted():
                 # on the trainer's stream, so that its loss uses the same memory
                 return self._eager(**inputs)
@@ -122,6 +127,9 @@ class GraphedModule:
             try:
                 form.captured = self._capture(form, inputs, parameters)
             except Exception as error:
+                if not form.eager_calls:  # it may need something that was not there yet
+                    form.is_warm = False
+                    return self(**inputs)
                 form.refused = True
                 reason = (str(error).splitlines() or [""])[0]
                 self._say(f"a forward cannot be captured: {type(error).__name__}: {reason}")
@@ -159,7 +167,13 @@ class GraphedModule:
                 )
                 return None
             without_mask = LayersWithoutMask(self.module, inputs, self._padding)
-            form = self._forms[key] = _Form(with_gradients, without_mask)
+            kind = (*key[:3], tuple(part[::2] for part in shapes))  # without sizes
+            form = self._forms[key] = _Form(
+                kind, with_gradients, without_mask,
+                is_warm=not isinstance(inputs.get(MASK), Tensor) and any(
+                    one.kind == kind and one.captured is not None for one in self._forms.values()
+                ),
+            )  # fmt: skip
         return None if form.refused else form
 
     def _say(self, reason: str) -> None:
@@ -264,8 +278,10 @@ class GraphedModule:
 class _Form:
     """Inputs of the same shapes, dtypes and constants."""
 
+    kind: Hashable  # all but the sizes
     with_gradients: bool
     without_mask: LayersWithoutMask
+    is_warm: bool  # kernels are compiled and tuned: it can be captured
     eager_calls: int = 0
     refused: bool = False
     captured: CapturedModule | None = None

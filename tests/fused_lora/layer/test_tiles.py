@@ -77,8 +77,9 @@ def test_gradients_are_those_of_the_mlp_in_one_piece(name, small_tiles, device):
     assert computed == [64, 64, 2] * 2  # in the forward, and in backward each tile on its own
     assert got.keys() == want.keys()
     # sums over tiles are fp32, so in bf16 a few elements may differ, by one rounding. A GPU's
-    # matmuls add up in another order for fewer rows: 2.7 eps in fp32 on an H200
-    bound = 4 if dtype == torch.float32 else 1 if device == "cuda" else 0.25
+    # matmuls add up in another order for fewer rows, and what that rounds differently grows where
+    # softmax's backward cancels: 2.7 eps in fp32 and 1.01 in bf16 on an H200
+    bound = 4 if dtype == torch.float32 else 2 if device == "cuda" else 0.25
     for name in want:
         assert got[name].dtype == want[name].dtype, name
         assert_near(got[name], want[name], bound * torch.finfo(dtype).eps, name)

@@ -12,7 +12,9 @@ from cases.reference import assert_near
 from peft import LoraConfig
 
 from fused_lora.step import graphed_module as module
+from fused_lora.step.graph import EAGER_CALLS
 from fused_lora.step.graphed_module import CACHES, GraphedModule
+from fused_lora.step.masks import MASK
 
 CALLS = 5  # two of them eager
 
@@ -120,6 +122,32 @@ def test_forwards_without_gradients_have_a_graph_of_their_own(device, monkeypatc
         if want.grad is not None:
             assert_same(got.grad, want.grad)
     assert graphed.captured == 2
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_form_of_another_length_is_captured_at_its_first_call(
+    fails, is_masked, device, monkeypatch
+):
+    """Not so with a mask, which eager calls look at. If that fails, it runs eagerly first."""
+    graphed, twin = pair(device, monkeypatch)
+    capture = graphed._capture
+
+    def capture_once(form, *others):
+        if fails and not form.eager_calls:
+            raise RuntimeError("not loaded")
+        return capture(form, *others)
+
+    def inputs(seed, length):
+        mask = {MASK: (torch.arange(length, device=device) < 4).long().expand(2, -1)}
+        return batch(seed, device, length) | (mask if is_masked else {})
+
+    graphed._capture = capture_once
+    for length in (7, 5):
+        assert not run(graphed, twin, lambda seed, length=length: inputs(seed, length))
+    assert graphed.captured == 2
+    calls = [form.eager_calls for form in graphed._forms.values()]
+    assert calls == [EAGER_CALLS, EAGER_CALLS if fails or is_masked else 0]
 
 
 @pytest.mark.parametrize("lengths", [(7, 5), (5, 7)])
