@@ -41,9 +41,9 @@ class GraphedModule:
 
     Within `in_place` it is the module's forward. Each form (shapes, dtypes, constants, autocast,
     which parameters train, `ModuleSettings`) runs eagerly twice and is captured at its third call.
-    Where only the shapes differ from those of a captured form, it is captured at its first call: an
-    eager one would need its activations beside those of the graphs. With a mask among the inputs,
-    eager calls have to look at it first (`masks.py`).
+    Where only the shapes differ from those of a captured form, as with packed rows, it is captured
+    at its first call: an eager one would need its activations beside those of the graphs. Not so
+    where eager calls have to look at masks first (`masks.py`).
     A form that cannot be captured keeps running eagerly, and each reason is given once, as a
     warning.
 
@@ -171,7 +171,8 @@ class GraphedModule:
             form = self._forms[key] = _Form(
                 kind, with_gradients, without_mask,
                 is_warm=not isinstance(inputs.get(MASK), Tensor) and any(
-                    one.kind == kind and one.captured is not None for one in self._forms.values()
+                    one.kind == kind and one.captured is not None and not one.without_mask.met_masks
+                    for one in self._forms.values()
                 ),
             )  # fmt: skip
         return None if form.refused else form

@@ -72,6 +72,7 @@ class LayersWithoutMask(Bystander):
         self.says_none = isinstance(inputs.get(MASK), dict)
         self.had_none: dict[nn.Module, bool] = {}
         self.is_captured = self.found_masks = False
+        self.met_masks = False  # in the capture, other than bounds of documents
         self.padding = padding
 
     @contextmanager
@@ -106,10 +107,12 @@ class LayersWithoutMask(Bystander):
         mask = options[MASK]
         if not self.is_captured:
             self.had_none[layer] = mask is None and self.had_none.get(layer, True)
-        elif mask is not None and not is_documents(mask) and self.had_none.get(layer, False):
-            if not self.deciding:
-                return inputs, {**options, MASK: None}
-            self.found_masks = True
+        elif mask is not None and not is_documents(mask):
+            self.met_masks = True
+            if self.had_none.get(layer, False):
+                if not self.deciding:
+                    return inputs, {**options, MASK: None}
+                self.found_masks = True
         return None
 
     def _hooked(self) -> ExitStack:

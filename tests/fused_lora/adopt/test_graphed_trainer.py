@@ -199,7 +199,7 @@ def scale(model, step):
 
 @pytest.mark.parametrize(
     ("change", "captured"),
-    [(train_in_turns, 4), (turn_dropout_off, 2), (scale, 2), (replace_a_dropout, 1)],
+    [(train_in_turns, 2), (turn_dropout_off, 2), (scale, 2), (replace_a_dropout, 1)],
 )
 def test_what_a_callback_changes_has_a_graph_of_its_own(change, captured, tmp_path, device):
     plain = layer_case.peft_model(device, config={"num_hidden_layers": 1}, lora_dropout=0.5)
@@ -227,7 +227,7 @@ def test_a_loss_that_is_no_number_is_logged_as_the_trainer_does(tmp_path, device
         trainer.train()
         done.append([entry.get("loss") for entry in trainer.state.log_history])
         assert given.logging_nan_inf_filter
-        assert not is_graphed or steps.decoder.captured == 2
+        assert not is_graphed or steps.decoder.captured == 1
     assert done[0] == done[1] and len(done[0]) > 4
 
 

@@ -11,6 +11,7 @@ from cases.peft_models import ids
 from cases.reference import assert_near
 from peft import LoraConfig
 
+from fused_lora import Fusion, fuse
 from fused_lora.step import graphed_module as module
 from fused_lora.step.graph import EAGER_CALLS
 from fused_lora.step.graphed_module import CACHES, GraphedModule
@@ -19,11 +20,13 @@ from fused_lora.step.masks import MASK
 CALLS = 5  # two of them eager
 
 
-def pair(device, monkeypatch, max_graphs=8, **options):
+def pair(device, monkeypatch, max_graphs=8, config=None, **options):
     """Return a graphed decoder and its eager twin."""
     if device == "cpu":
         monkeypatch.setattr(GraphedModule, "_backend", Recorded)
-    model = layer_case.peft_model(device, config={"num_hidden_layers": 1}, **options)
+    model = layer_case.peft_model(
+        device, config={"num_hidden_layers": 1} | (config or {}), **options
+    )
     decoder = model.get_base_model().model
     twin = copy.deepcopy(decoder)
     return GraphedModule(decoder, lambda: None, max_graphs), twin
@@ -124,30 +127,31 @@ def test_forwards_without_gradients_have_a_graph_of_their_own(device, monkeypatc
     assert graphed.captured == 2
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_form_of_another_length_is_captured_at_its_first_call(
-    fails, is_masked, device, monkeypatch
-):
-    """Not so with a mask, which eager calls look at. If that fails, it runs eagerly first."""
-    graphed, twin = pair(device, monkeypatch)
+@pytest.mark.parametrize("rows", ["packed", "packed, and the first capture fails", "padded"])
+def test_packed_rows_of_another_length_are_captured_at_their_first_call(rows, device, monkeypatch):
+    """If that fails they run eagerly first, as with a mask, which eager calls look at."""
+    graphed, twin = pair(device, monkeypatch, config={"head_dim": 32}, **layer_case.BF16)
+    for one in (graphed.module, twin):
+        fuse(one, Fusion(layer=True))
     capture = graphed._capture
 
-    def capture_once(form, *others):
-        if fails and not form.eager_calls:
+    def capture_later(form, *others):
+        if "fails" in rows and not form.eager_calls:
             raise RuntimeError("not loaded")
         return capture(form, *others)
 
     def inputs(seed, length):
-        mask = {MASK: (torch.arange(length, device=device) < 4).long().expand(2, -1)}
-        return batch(seed, device, length) | (mask if is_masked else {})
+        places = torch.arange(length, device=device).expand(2, -1)
+        if rows == "padded":
+            return batch(seed, device, length) | {MASK: (places < 4).long()}
+        return batch(seed, device, length) | {"position_ids": places % 3}
 
-    graphed._capture = capture_once
+    graphed._capture = capture_later
     for length in (7, 5):
         assert not run(graphed, twin, lambda seed, length=length: inputs(seed, length))
     assert graphed.captured == 2
     calls = [form.eager_calls for form in graphed._forms.values()]
-    assert calls == [EAGER_CALLS, EAGER_CALLS if fails or is_masked else 0]
+    assert calls == [EAGER_CALLS, 0 if rows == "packed" else EAGER_CALLS]
 
 
 @pytest.mark.parametrize("lengths", [(7, 5), (5, 7)])
