@@ -41,9 +41,9 @@ class GraphedModule:
 
     Within `in_place` it is the module's forward. Each form (shapes, dtypes, constants, autocast,
     which parameters train, `ModuleSettings`) runs eagerly twice and is captured at its third call.
-    Where only the shapes differ from those of a captured form, as with packed rows, it is captured
-    at its first call: an eager one would need its activations beside those of the graphs. Not so
-    where eager calls have to look at masks first (`masks.py`).
+    Once packed rows of one length are captured, those of other lengths are as well, at their next
+    call: an eager one would need its activations beside those of the graphs. Forms with masks have
+    to run eagerly first (`masks.py`).
     A form that cannot be captured keeps running eagerly, and each reason is given once, as a
     warning.
 
@@ -114,9 +114,8 @@ class GraphedModule:
         form = self._form_of(inputs, parameters)
         if form is None:
             return self._eager(**inputs)
-        if form.captured is None and not form.is_warm:
+        if form.captured is None and not self._is_warm(form):
             form.eager_calls += 1
-            form.is_warm = form.eager_calls == EAGER_CALLS
             with form.without_mask.noted():
                 # on the trainer's stream, so that its loss uses the same memory
                 return self._eager(**inputs)
@@ -127,8 +126,8 @@ class GraphedModule:
             try:
                 form.captured = self._capture(form, inputs, parameters)
             except Exception as error:
-                if not form.eager_calls:  # it may need something that was not there yet
-                    form.is_warm = False
+                if form.eager_calls < EAGER_CALLS:  # something may not have been loaded yet
+                    form.kind = None
                     return self(**inputs)
                 form.refused = True
                 reason = (str(error).splitlines() or [""])[0]
@@ -167,15 +166,18 @@ class GraphedModule:
                 )
                 return None
             without_mask = LayersWithoutMask(self.module, inputs, self._padding)
-            kind = (*key[:3], tuple(part[::2] for part in shapes))  # without sizes
-            form = self._forms[key] = _Form(
-                kind, with_gradients, without_mask,
-                is_warm=not isinstance(inputs.get(MASK), Tensor) and any(
-                    one.kind == kind and one.captured is not None and not one.without_mask.met_masks
-                    for one in self._forms.values()
-                ),
-            )  # fmt: skip
+            looks_at_mask = isinstance(inputs.get(MASK), Tensor)
+            kind = None if looks_at_mask else (*key[:3], tuple(part[::2] for part in shapes))
+            form = self._forms[key] = _Form(kind, with_gradients, without_mask)
         return None if form.refused else form
+
+    def _is_warm(self, form: "_Form") -> bool:
+        """Return True if all that this form needs has been compiled, tuned and seen."""
+        return form.eager_calls >= EAGER_CALLS or any(
+            other.captured is not None and other.kind == form.kind is not None
+            and not other.without_mask.met_masks
+            for other in self._forms.values()
+        )  # fmt: skip
 
     def _say(self, reason: str) -> None:
         if reason not in self.told:
@@ -279,10 +281,9 @@ class GraphedModule:
 class _Form:
     """Inputs of the same shapes, dtypes and constants."""
 
-    kind: Hashable  # all but the sizes
+    kind: Hashable | None  # all but the sizes; None if those of its kind tell nothing about it
     with_gradients: bool
     without_mask: LayersWithoutMask
-    is_warm: bool  # kernels are compiled and tuned: it can be captured
     eager_calls: int = 0
     refused: bool = False
     captured: CapturedModule | None = None
