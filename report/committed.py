@@ -91,14 +91,13 @@ def generated_parts(run: Run) -> dict[str, str]:
         "peers": suite_tables.peers_section(suite),
         "parts": suite_tables.parts_section(suite),
         "effects": suite_tables.effects_section(suite),
-        "gpus": measured_section(_by_link(run, "*/experiment", "*/quick")),
+        "gpus": measured_section(_by_link(run, "*/experiment", "*/quick", "*/suite")),
         "several gpus": several_gpus_section(loaded_several_gpus()),
         "expected": expected_section(run, known.cards[0], known.card("A100"), known.card("L40S")),
         "a100": expected_section(run, known.cards[0], known.card("A100")),
         "published": published_section(loaded("*/published-*").values()),
         "nf4 steps": tables.beside_floor_section(loaded("*/nf4*").values()),
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths").values()),
-        "long rows": tables.beside_floor_section(loaded("*/long_rows").values()),
     }
 
 

@@ -1,15 +1,18 @@
 """Tables of others' published speeds and of ours in the same settings (`bench/published.py`), in
-Markdown. They come from other machines, so each number has a row of its own."""
+Markdown. They come from other machines, so each number has a row of its own. Unsloth's stand there
+only with the newest release that any of our runs had."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from bench.published import SETTINGS, PublishedSetting, setting_name
 from bench.records import Run
 from report.statistics import summarize
 from report.table import markdown_table, thousands
-from report.wording import STATUS_WORDS, on_base, title_in
+from report.wording import STATUS_WORDS, on_base, release_of, title_in
+from variants import variant_of
 
 HEADER = ["variant", "tokens/s", "where, when"]
 
@@ -17,16 +20,20 @@ HEADER = ["variant", "tokens/s", "where, when"]
 def published_section(runs: Iterable[Run]) -> str:
     """Write a table for each setting, then the sources. Nothing if no run has such a setting."""
     found: dict[PublishedSetting, list[Run]] = {}
+    runs = [*runs]
+    newest = max(map(_unsloth_in, runs), default=())
     for run in runs:
         if setting := setting_that_ran(run):
             found.setdefault(setting, []).append(run)
     pages = dict.fromkeys(setting.page for setting in found)
     sources = [f"- [{page.name}]({page.url}), {page.date}" for page in pages]
     sources += [f"- {setting.model}: {setting.differs}." for setting in found if setting.differs]
-    return "\n\n".join([*(_speeds(*one) for one in found.items()), "\n".join(sources)]).strip()
+    return "\n\n".join(
+        [*(_speeds(*one, newest) for one in found.items()), "\n".join(sources)]
+    ).strip()
 
 
-def _speeds(setting: PublishedSetting, runs: list[Run]) -> str:
+def _speeds(setting: PublishedSetting, runs: list[Run], newest: tuple[int, ...]) -> str:
     """Write what others publish and what we measured in a setting, the fastest first."""
     there = f"one {setting.gpu}, published {setting.page.date}"
     speeds: list[tuple[float, list[str]]] = [
@@ -36,6 +43,9 @@ def _speeds(setting: PublishedSetting, runs: list[Run]) -> str:
     for run in runs:
         here = f"{run.environment.device.removeprefix('NVIDIA ')}, measured {run.started_utc[:10]}"
         for row in summarize(run):
+            recipe = variant_of(row.variant).recipe
+            if recipe and recipe.library == "unsloth" and _unsloth_in(run) != newest:
+                continue
             words = thousands(row.tokens_per_s) or STATUS_WORDS.get(row.status, "")
             title = title_in(row.variant, run)
             speeds.append((row.tokens_per_s or 0, [title, words, here]))
@@ -44,6 +54,11 @@ def _speeds(setting: PublishedSetting, runs: list[Run]) -> str:
     return f"**{setting.model}{on_base(runs[0])}, {step} tokens a step:**\n\n" + markdown_table(
         HEADER, lines
     )
+
+
+def _unsloth_in(run: Run) -> tuple[int, ...]:
+    """Return the release that a run had, comparable with others: (2026, 10, 9)."""
+    return tuple(map(int, re.findall(r"\d+", release_of("unsloth", run))))
 
 
 def setting_that_ran(run: Run) -> PublishedSetting | None:

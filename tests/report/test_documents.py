@@ -3,7 +3,6 @@ code runs."""
 
 import re
 import shutil
-from itertools import product
 from math import ceil
 from pathlib import Path
 from statistics import fmean
@@ -115,8 +114,8 @@ def test_an_h200_is_as_an_h100_predicts_within_the_margin(runs):
     """Compare vanilla PEFT's time and the speedups at 512 tokens, beside the same Unsloth."""
     known, off, speedups_off = committed.index(), [], []
     h100s = [runs[0], results.load(H100 / "experiment_2026-11-26.json.gz")]
-    h200s = [runs[1], results.load(H200 / "experiment.json.gz")]
-    for h100, h200 in product(h100s, h200s):
+    h200 = runs[1]
+    for h100 in h100s:
         if release_of("unsloth", h100) == release_of("unsloth", h200):
             expected = headline.expected_ms(h100, 512, known.cards[0], known.card("H200"))
             rows = rows_by_variant_and_length(h200)
@@ -132,7 +131,7 @@ def test_an_h200_is_as_an_h100_predicts_within_the_margin(runs):
 
 def test_the_page_of_gpus_says_what_an_a100_needs(runs):
     published, known = runs[0], committed.index()
-    quick, quick_a100 = minutes(results.load(H100 / "quick.json.gz"), published)
+    quick, quick_a100 = minutes(results.load(H100 / "quick_2026-11-24.json.gz"), published)
     whole, whole_a100 = minutes(published, published)
     assert f"took {quick:.0f} minutes on an H100. On an A100 we expect {quick_a100:.0f}." in GPUS
     assert f"in {quick:.0f} minutes on an H100" in README
@@ -145,9 +144,9 @@ def test_the_page_of_gpus_says_what_an_a100_needs(runs):
     )
     ms = headline.expected_ms(published, 512, known.cards[0], known.card("A100"))
     theirs = {"vanilla_peft": 3418.91, "fused_mlp": 2437.76}  # their results.json
-    assert "fused MLP takes 2.4 s at 512 tokens, as we expect. Its vanilla PEFT takes 3.4 s" in GPUS
-    expected = {one: abs(theirs[one] / ms[one] - 1) < headline.MARGIN for one in theirs}
-    assert expected == {"vanilla_peft": False, "fused_mlp": True}
+    mlp, vanilla = (f"{theirs[one] / ms[one] - 1:.0%}" for one in ("fused_mlp", "vanilla_peft"))
+    assert f"fused MLP takes 2.4 s at 512 tokens, {mlp} longer than we expect" in GPUS
+    assert f"vanilla PEFT takes 3.4 s, {vanilla} longer" in GPUS
 
 
 def test_the_readmes_numbers_are_those_of_the_data(runs):
@@ -288,7 +287,7 @@ def test_the_memory_page_has_the_numbers_of_its_records(runs):
         given = dict(re.findall(r"(\w+) ([\d.]+)", listed))
         assert given.keys() == measured.keys()
         assert about(given.values(), [measured[one] for one in given])
-    assert (len(shown), len(trainers)) == (4, 4)
+    assert (len(shown), len(trainers)) == (6, 4)
 
 
 def about(rounded, measured):

@@ -57,6 +57,15 @@ def test_each_number_has_a_row_that_says_where_it_is_from_and_the_fastest_is_fir
     ]
 
 
+def test_unsloth_stands_there_only_with_the_newest_release_of_all_runs():
+    older, newer = published_run(), published_run("qwen3-8b-nf4")
+    for run, release in ((older, "2026.9.30"), (newer, "2026.10.2")):
+        run.environment.packages["unsloth"] = release
+    of_older, of_newer = section(older, newer).split("on NF4")
+    assert "full Unsloth" not in of_older and "full Unsloth 2026.10.2 |" in of_newer
+    assert "full Unsloth 2026.9.30 |" in section(older)
+
+
 def test_runs_of_one_setting_share_a_table_and_a_base_in_nf4_has_its_own():
     ours = "fp8_lm_head_graph_no_checkpointing"
     in_fp8 = published_run(variants=(ours,))
