@@ -144,7 +144,7 @@ def _why_not_dtype(x: Tensor, read: tuple) -> str:
 
 def _by_expert(read: AdaptedParameter, gate: ClampedGate) -> Tensor:
     """Return a weight as [experts, out, in]."""
-    weight = read.weight if read.base is None else read.weight.view(read.base.shape)
+    weight = read.weight if read.base is None else read.base.shaped(read.weight)
     return weight.mT if gate is not SWIGLU else weight
 
 

@@ -18,6 +18,7 @@ from ..foreign.ownership import HOOKED, owner_of
 from ..layer.scratch import Scratch, ScratchBuffer, Scratches
 from ..reading.four_bit import packed, places_of
 from ..reading.projection import Projection
+from .expert_weight import ExpertWeight
 
 
 class Memories(Scratches):
@@ -39,8 +40,8 @@ class Memories(Scratches):
 
     def buffers_of(self, reads: Sequence[Any]) -> list[ScratchBuffer]:
         """Return a buffer for each of these weights in 4 bits, which may have moved since."""
-        key = tuple(id(read.base.weight) for read in reads)
-        places = tuple((places_of(read.base), read.weight.dtype) for read in reads)
+        key = tuple(id(read.base) for read in reads)
+        places = tuple((_place_of(read.base), read.weight.dtype) for read in reads)
         if (made := self._made.get(key)) is None or made[0] != places:
             made = self._made[key] = places, self._make(reads)
         return made[1]
@@ -54,8 +55,14 @@ class Memories(Scratches):
             key = shapes, index, like.dtype, like.device
             if key not in self:
                 self[key] = Scratch(like.new_empty(like.shape))
-            buffers.append(ScratchBuffer(self[key], [packed(read.base)], None))
+            is_expert = isinstance(read.base, ExpertWeight)
+            weight = read.base.packed if is_expert else packed(read.base)
+            buffers.append(ScratchBuffer(self[key], [weight], None))
         return buffers
+
+
+def _place_of(base: Any) -> tuple:
+    return base.place if isinstance(base, ExpertWeight) else places_of(base)
 
 
 def written(module: nn.Module, reads: list[Any]) -> tuple[list[Any], Callable[[], None] | None]:
