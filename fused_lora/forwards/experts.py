@@ -7,6 +7,7 @@ each rank side by side.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from peft.tuners.lora.layer import ParamWrapper
@@ -25,7 +26,7 @@ from ..reading.projection import BASE_IS_TRAINED, active_adapter, why_call, why_
 from ..reading.refusal import Refusal, attempt, refuse
 from ..rerun import saving_last
 from ..weights.expert_weight import ExpertWeight
-from ..weights.four_bit_parts import written
+from ..weights.four_bit_parts import in_memory, write_again
 from .mlp import why_not_one_of
 
 PARAMETERS = ("gate_up_proj", "down_proj")
@@ -41,7 +42,7 @@ IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 class AdaptedParameter(NamedTuple):
     """A parameter of experts as it is now: its weight [experts, out, in] and bias [experts, out],
     and its adapter's A [experts, r, in] and B [experts, out, r], None if none is active. In 4 bits
-    weight is [experts out, in] and only stands for what `written` gives."""
+    weight is [experts out, in] and only stands for what `in_memory` gives."""
 
     weight: Tensor
     bias: Tensor | None
@@ -156,10 +157,10 @@ def experts_forward(wrapper: nn.Module, parts: frozenset[str], x: Tensor, *rest,
         return step_aside(wrapper, reason, x, *rest, **options)
     chosen, weights = rest
     *read, gate = read
-    (both, down), write_again = written(wrapper, read)
+    (both, down), buffers = in_memory(wrapper, read)
     frozen = FrozenExperts(
         _by_expert(both, gate), _by_expert(down, gate), both.scaling, down.scaling, gate,
-        both.bias, down.bias, write_again=write_again,
+        both.bias, down.bias, write=partial(write_again, buffers) if buffers else None,
     )  # fmt: skip
 
     def run(output_needed: bool) -> Tensor:

@@ -65,36 +65,49 @@ def _place_of(base: Any) -> tuple:
     return base.place if isinstance(base, ExpertWeight) else places_of(base)
 
 
-def written(module: nn.Module, reads: list[Any]) -> tuple[list[Any], Callable[[], None] | None]:
-    """Write those weights of a module's projections, or of its experts, that are in 4 bits. Return
-    the reads with weights to multiply, and `write_again` for their function, None if all are
-    plain."""
+def in_memory(module: nn.Module, reads: list[Any]) -> tuple[list[Any], list[ScratchBuffer]]:
+    """Return the reads of a module's projections, or of its experts, with weights to multiply, and
+    the buffers of those that are in 4 bits, which have to be written first."""
     in_4_bits = [read for read in reads if read.is_packed]
     if not in_4_bits:
-        return reads, None
+        return reads, []
     owner = owner_of(module) or owner_of(module, HOOKED)
     assert owner is not None
     buffers = owner.memories.buffers_of(in_4_bits)
-    _write(buffers)
     matrices = iter(buffers)
     return [
         read._replace(weight=next(matrices).weight, is_packed=False) if read.is_packed else read
         for read in reads
-    ], partial(_write_again, buffers)
+    ], buffers
 
 
-def _write(buffers: Sequence[ScratchBuffer]) -> None:
+def written(module: nn.Module, reads: list[Any]) -> tuple[list[Any], Callable[[], None] | None]:
+    """Write those weights of a module's projections that are in 4 bits. Return the reads with
+    weights to multiply, and `write_again` for their function, None if all are plain."""
+    reads, buffers = in_memory(module, reads)
+    if not buffers:
+        return reads, None
+    _write(buffers)
+    return reads, partial(write_again, buffers)
+
+
+def _write(buffers: Sequence[ScratchBuffer], ends: Tensor | None = None) -> None:
     for buffer in buffers:
         buffer.key = None  # if what follows fails
-    ScratchBuffer.encode(buffers)
+    ScratchBuffer.encode(buffers, ends)
     for buffer in buffers:
-        buffer.key = ()  # they have no adapters
+        buffer.key = (ends,)  # they have no adapters
 
 
-def _write_again(buffers: Sequence[ScratchBuffer]) -> None:
-    """Call `_write`, unless the weights still lie in memory."""
-    if any(buffer.key is None for buffer in buffers):
-        _write(buffers)
+def write_again(buffers: Sequence[ScratchBuffer], ends: Tensor | None = None) -> None:
+    """Write the weights, unless they still lie in memory.
+
+    ends: of experts' rows, where those without rows are not written (`Dequantize4bit`). The memory
+    keeps the last one, so no other has its address.
+    """
+    for buffer in buffers:
+        if buffer.key is None or (ends is not None and ends.data_ptr() != buffer.key[0].data_ptr()):
+            return _write(buffers, ends)
 
 
 def memories_of(model: nn.Module) -> Memories:
