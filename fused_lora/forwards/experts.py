@@ -33,7 +33,8 @@ PARAMETERS = ("gate_up_proj", "down_proj")
 # transformers' class of experts that stay packed in 4 bits, on the kernels of its hub
 PACKED = "Mxfp4GptOssExperts"
 NOT_TRAINED = (
-    "its experts in MXFP4 pass no gradients on: load the model with Mxfp4Config(dequantize=True)"
+    "its experts run on kernels that pass no gradients on: load the model with "
+    "config=keep_mxfp4(config)"
 )
 # The functions of transformers that compute what the class's forward does, each in its own order.
 IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")

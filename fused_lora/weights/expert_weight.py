@@ -41,7 +41,10 @@ class Encoding(NamedTuple):
             return encoded_in_mxfp4(weight)
         from bitsandbytes.functional import quantize_4bit
 
-        options = {"compress_statistics": self.double_quant, "quant_type": self.quant_type}
+        options: dict[str, Any] = {
+            "compress_statistics": self.double_quant,
+            "quant_type": self.quant_type,
+        }
         return packed_from(*quantize_4bit(weight, **options))
 
 

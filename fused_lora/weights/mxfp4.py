@@ -58,6 +58,7 @@ def _encoded(weight: Tensor) -> tuple[Tensor, Tensor]:
     largest, exponent = torch.frexp(blocks.abs().amax(-1))  # 6 is 0.75 * 2^3
     exponent = (exponent - 3 + (largest > 0.75)).clamp(-BIAS, BIAS)
     scaled = torch.ldexp(blocks.abs(), -exponent[..., None])
-    largest_of_code = torch.tensor(LARGEST, device=weight.device)
-    codes = torch.bucketize(scaled, largest_of_code, out_int32=True) | torch.signbit(blocks).int() << 3
-    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), (exponent + BIAS).to(torch.uint8)
+    codes = torch.bucketize(scaled, torch.tensor(LARGEST, device=weight.device), out_int32=True)
+    codes |= torch.signbit(blocks).int() << 3
+    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    return pairs.to(torch.uint8), (exponent + BIAS).to(torch.uint8)

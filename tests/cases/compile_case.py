@@ -187,7 +187,8 @@ def launch_layer():
     for run in (1, many_copies.MAX_RUN):
         launch_by_triton(many_copies._copy_kernel, (1,), *table, source, empty(1), block, run)
     ends = empty(32, dtype=torch.int32)
-    for run, *kind, at in ((1, False, False, None), (64, True, False, ends), (32, True, True, ends)):
+    kinds = (1, False, False, None), (64, True, False, ends), (32, True, True, ends)
+    for run, *kind, at in kinds:
         sizes = 8, dequantize_4bit.TILE, run, 4, dequantize_4bit.MAX_WRITE, *kind, tl.int32
         prepared = dequantize_4bit._Prepared(1, empty(1, dtype=torch.int64), empty(1), *sizes)
         dequantize_4bit._launch(prepared, at)
