@@ -129,6 +129,8 @@ class ExpertWeight(WrappedWeight, PlacedWeight):
         first: Any = args[0] if args else None
         if func in SAME:
             return first.moved(lambda one: one, first.dtype)
+        if func is aten.clone.default:
+            return first.moved(Tensor.clone, first.dtype)
         if func is aten._to_copy.default and kwargs.get("dtype") in CASTS:
             device = kwargs.get("device") or first.device
             return first.moved(lambda one: one.to(device), kwargs.get("dtype") or first.dtype)

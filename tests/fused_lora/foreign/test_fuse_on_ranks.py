@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases.four_bit_case import quantised
+from cases.four_bit_case import EXPERTS, quantised
 from cases.fused_case import ALL, SHORT
 from cases.layer_case import LAYER, peft_model
 from cases.peft_models import LAYERS, ids
@@ -71,6 +71,7 @@ FUSED = {
     "parts": (Fusion(**ALL), {}),
     "layer, 4 bits": (LAYER, IN_4_BITS),
     "parts, 4 bits": (Fusion(**ALL), IN_4_BITS),
+    "experts in 4 bits": (Fusion(**ALL), EXPERTS | {"dtype": torch.float32}),
 }
 
 
@@ -147,6 +148,7 @@ TRIED = [
         for fused in ("parts", "everything, full", "layer, 4 bits", "parts, 4 bits")
     ),
     ("FSDP2", "everything, full"),
+    ("find_unused_parameters", "experts in 4 bits"),
     ("FSDP2, all, before fuse", "layer, 4 bits"),
 ]
 

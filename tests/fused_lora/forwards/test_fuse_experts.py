@@ -222,13 +222,12 @@ def test_adapters_of_experts_in_4_bits_are_saved_and_the_base_is_not(device, tmp
 def test_adapters_are_merged_into_codes(name, safe_merge, device):
     """As PEFT merges them into a linear layer in 4 bits: the sum is quantised again."""
     models = coded, plain = in_4_bits(name, device)
-    place = experts_of(coded).get_base_layer().down_proj.place
     for model in models:
         fuse(model, MLP_ON)
         model.merge_adapter(safe_merge=safe_merge)
     quantize_experts(plain, **IN_4_BITS[name][3])
     coded_weight, weight = (experts_of(model).get_base_layer().down_proj for model in models)
-    assert torch.equal(coded_weight + 0, weight + 0) and coded_weight.place == place
+    assert torch.equal(coded_weight + 0, weight + 0)
     assert "adapters are merged" in report(coded).left[everywhere("mlp.experts")[0]]
     got, want = (model(**batch(model)).logits for model in models)
     assert torch.equal(got, want)
