@@ -24,6 +24,10 @@ NOT_SAVED = (
     "this weight is in 4 bits and cannot be saved or read from memory: save the adapters alone, "
     "model.save_pretrained(folder)"
 )
+NOT_SHARDED = (
+    "fully_shard would keep its parts of this weight dequantised: give it experts in 4 bits as "
+    "ignored_params"
+)
 
 
 class Encoding(NamedTuple):
@@ -136,6 +140,8 @@ class ExpertWeight(WrappedWeight, PlacedWeight):
             return first.moved(lambda one: one.to(device), kwargs.get("dtype") or first.dtype)
         if func is aten.set_.source_Tensor and args[1] is first:  # as parametrize does
             return first
+        if func is aten.split.Tensor:
+            raise RuntimeError(NOT_SHARDED)
         if func is aten.copy_.default and isinstance(first, ExpertWeight):
             first.rewrite(args[1])
             return first
