@@ -49,7 +49,7 @@ def with_experts(model):
     return model
 
 
-# Options of `layer_case.peft_model`: a mixture whose experts are in 4 bits and adapted. In bf16, for
+# Options of `layer_case.peft_model`: a mixture whose experts are in 4 bits and adapted. In bf16:
 # in fp32 a GPU's grouped matmuls wait for the host.
 EXPERTS = {
     "family": "Qwen3Moe",
