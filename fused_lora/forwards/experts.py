@@ -30,12 +30,13 @@ from ..weights.four_bit_parts import in_memory, write_again
 from .mlp import why_not_one_of
 
 PARAMETERS = ("gate_up_proj", "down_proj")
-# transformers' class of experts that stay packed in 4 bits, on the kernels of its hub
-PACKED = "Mxfp4GptOssExperts"
-NOT_TRAINED = (
-    "its experts run on kernels that pass no gradients on: load the model with "
-    "config=keep_mxfp4(config)"
-)
+# transformers' classes of quantised experts, and why they stay
+NOT_TRAINED = {
+    "Mxfp4GptOssExperts": "its experts run on kernels that pass no gradients on: load the model "
+    "with config=keep_mxfp4(config)",
+    "FP8Experts": "its experts are in FP8, whose kernels pass no gradients on: load the model with "
+    "FineGrainedFP8Config(dequantize=True), then call quantize_experts",
+}
 # The functions of transformers that compute what the class's forward does, each in its own order.
 IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 
@@ -61,7 +62,7 @@ def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         base: Any = module.get_base_layer() if isinstance(module, ParamWrapper) else module
         is_wrapped = base is not module and "down_proj" in base._parameters
-        if is_wrapped or known_form(base, "Experts") or type(base).__name__ == PACKED:
+        if is_wrapped or known_form(base, "Experts") or type(base).__name__ in NOT_TRAINED:
             yield name, module
 
 
@@ -78,7 +79,7 @@ def read_experts(outermost: Any) -> tuple[AdaptedParameter, AdaptedParameter, Cl
         adapters[name] = _adapter_of(module)
         module = module.base_layer
     base: Any = module
-    refuse(NOT_TRAINED if type(base).__name__ == PACKED else None)
+    refuse(NOT_TRAINED.get(type(base).__name__))
     refuse(why_not_class(base, "Experts") or why_call(base, own_forward=base is not outermost))
     is_clamped = known_form(base, "Experts").is_clamped
     refuse(_why_not_gate(base, is_clamped))
