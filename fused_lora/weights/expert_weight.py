@@ -53,6 +53,8 @@ class Encoding(NamedTuple):
 
 
 class ExpertWeight(WrappedWeight, PlacedWeight):
+    """packed: the weight. encoding: how other values become one."""
+
     packed: Packed4bit
     encoding: Encoding
 
@@ -95,7 +97,7 @@ class ExpertWeight(WrappedWeight, PlacedWeight):
         if isinstance(value, ExpertWeight) and value.encoding == self.encoding:
             other = value.packed
         else:
-            other = self.encoding.encode(value.to(self.device, self.dtype, copy=True))
+            other = self.encoding.encode(value.to(self.device, self.dtype))
         for mine, one in zip(tree_leaves(self.packed), tree_leaves(other), strict=True):
             if isinstance(mine, Tensor):
                 mine.copy_(one)
@@ -110,6 +112,11 @@ class ExpertWeight(WrappedWeight, PlacedWeight):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, ExpertWeight):
+            if value.dtype != self.dtype:
+                raise RuntimeError(
+                    f"experts in 4 bits cannot be {value.dtype}: leave the model in bfloat16, "
+                    "float16 or float32"
+                )
             self.rewrite(value)
             return
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
