@@ -213,7 +213,7 @@ def test_adapters_of_experts_in_4_bits_are_saved_and_the_base_is_not(device, tmp
     assert_equal(got, want)
     weight = experts_of(coded.float()).get_base_layer().down_proj
     assert weight.dtype == (weight + 0).dtype == torch.float32
-    with pytest.raises(RuntimeError, match="experts in 4 bits cannot be torch.float64"):
+    with pytest.raises(RuntimeError, match=r"experts in 4 bits cannot be torch\.float64"):
         coded.double()
     with pytest.raises(RuntimeError, match="give it experts in 4 bits as ignored_params"):
         weight.chunk(2)  # as fully_shard does

@@ -270,6 +270,21 @@ def test_a_graph_dequantizes_what_the_codes_are_at_its_replay(device):
 
 
 @pytest.mark.gpu
+def test_a_graph_leaves_the_experts_that_get_no_tokens_at_its_replay(device):
+    dequantize, weights = Dequantize4bit(), [packed((128, 64), 64, True, device=device)]
+    rows, graph = rows_for(weights, BF16, device, 0, 0), torch.cuda.CUDAGraph()
+    ends = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    dequantize.write(0, lambda: (weights, rows), ends)
+    with torch.cuda.graph(graph):
+        dequantize.write(0, lambda: (weights, rows), ends)
+    rows[0].fill_(7.0)
+    ends.copy_(torch.tensor([0, 2]))
+    graph.replay()
+    assert (rows[0][:64] == 7.0).all()
+    assert torch.equal(rows[0][64:], eager(weights[0], BF16)[64:])
+
+
+@pytest.mark.gpu
 @pytest.mark.alone
 def test_more_than_2_to_the_32_values(device):
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
