@@ -4,8 +4,10 @@ A code is a sign and one of eight magnitudes, 0 to 6 (E2M1). A scale is a byte (
 
     w = values[code] 2^(scale - 127)
 
-bf16 and fp32 hold every such weight exactly. fp16 does unless it is tiny.
+bf16 and fp32 hold such weights exactly, up to 2^128. fp16 does unless they are tiny or huge.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from ..kernels.packed_4bit import FP32, Nested, Packed4bit
 BLOCK = 32
 BIAS = 127  # of a scale
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+POWERS = (*(2.0 ** (scale - BIAS) for scale in range(255)), math.nan)  # of scales
 # The largest value that rounds to each magnitude but the last. A value halfway between two goes to
 # the one with an even code.
 LARGEST = 0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0
@@ -28,7 +31,7 @@ def packed_in_mxfp4(blocks: Tensor, scales: Tensor) -> Packed4bit:
     device, scales = scales.device, scales.reshape(-1)
     experts, outs, blocks_of_row, _ = blocks.shape
     values = torch.tensor(MAGNITUDES + tuple(-one for one in MAGNITUDES), device=device)
-    powers = torch.ldexp(torch.ones(256), torch.arange(256) - BIAS).to(device)
+    powers = torch.tensor(POWERS, device=device)
     one, none = torch.ones(1, device=device), torch.zeros((), device=device)
     return Packed4bit(
         blocks.reshape(-1),
@@ -57,7 +60,7 @@ def _encoded(weight: Tensor) -> tuple[Tensor, Tensor]:
     blocks = weight.unflatten(-1, (-1, BLOCK)).to(FP32)
     largest, exponent = torch.frexp(blocks.abs().amax(-1))  # 6 is 0.75 * 2^3
     exponent = (exponent - 3 + (largest > 0.75)).clamp(-BIAS, BIAS)
-    scaled = torch.ldexp(blocks.abs(), -exponent[..., None])
+    scaled = blocks.abs() * torch.tensor(POWERS, device=weight.device)[BIAS - exponent, None]
     codes = torch.bucketize(scaled, torch.tensor(LARGEST, device=weight.device), out_int32=True)
     codes |= torch.signbit(blocks).int() << 3
     pairs = codes[..., ::2] | codes[..., 1::2] << 4
