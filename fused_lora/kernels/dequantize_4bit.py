@@ -169,10 +169,15 @@ class Dequantize4bit:
 
     rows: [out, in] each, all in bf16, fp16 or fp32, of any row stride. They do not overlap. One
     launch writes them all; where only some weights are double-quantised, it takes two, and those in
-    MXFP4 take another. key:
-    identifies the weights and the rows, and where they lie. `matrices` is not called for a known
-    key. The first call with a key copies a table to the GPU. The tables that a CUDA graph uses live
-    as long as this object.
+    MXFP4 take another.
+
+    key: identifies the weights and the rows, and where they lie. `matrices` is not called for a
+    known key. The first call with a key copies a table to the GPU. The tables that a CUDA graph
+    uses live as long as this object.
+
+    ends: [experts] int32, or None. Each weight is that of so many experts, [experts out, in], and
+    an expert's tokens end there. Rows of experts without tokens are left as they are, unless they
+    share a tile of 4,096 values with others.
 
     Autograd does not see the rows change.
 

@@ -25,7 +25,7 @@ class Memories(Scratches):
     """The memory that the functions of a model take in turns, by the shapes of a function's weights
     and which of them lies in it, and the buffers of each function.
 
-    Buffers hold bitsandbytes' tensors. So a backward multiplies the weights of its forward, even if
+    Buffers hold the codes' own tensors. So a backward multiplies the weights of its forward, even if
     the model has others by then.
     """
 
@@ -100,14 +100,15 @@ def _write(buffers: Sequence[ScratchBuffer], ends: Tensor | None = None) -> None
 
 
 def write_again(buffers: Sequence[ScratchBuffer], ends: Tensor | None = None) -> None:
-    """Write the weights, unless they still lie in memory.
+    """Write the weights, unless they still lie in memory. ends: as in `Dequantize4bit`, for weights
+    of experts, which lie there if the memory has those of the same tokens."""
+    if not all(_lies_in(buffer, ends) for buffer in buffers):
+        _write(buffers, ends)
 
-    ends: of experts' rows, where those without rows are not written (`Dequantize4bit`). The memory
-    keeps the last one, so no other has its address.
-    """
-    for buffer in buffers:
-        if buffer.key is None or (ends is not None and ends.data_ptr() != buffer.key[0].data_ptr()):
-            return _write(buffers, ends)
+
+def _lies_in(buffer: ScratchBuffer, ends: Tensor | None) -> bool:
+    key = buffer.key  # it keeps the last `ends`, so no other has that address
+    return key is not None and (ends is None or key[0].data_ptr() == ends.data_ptr())
 
 
 def memories_of(model: nn.Module) -> Memories:
