@@ -25,7 +25,7 @@ class Memories(Scratches):
     """The memory that the functions of a model take in turns, by the shapes of a function's weights
     and which of them lies in it, and the buffers of each function.
 
-    Buffers hold the codes' own tensors. So a backward multiplies the weights of its forward, even if
+    Buffers hold the codes themselves. So a backward multiplies the weights of its forward, even if
     the model has others by then.
     """
 
