@@ -10,6 +10,7 @@ Nothing is patched at import, nor on any class or library module.
 """
 
 from .adopt.graph_steps import graph_steps
+from .adopt.keep_mxfp4 import keep_mxfp4
 from .adopt.quantize_experts import quantize_experts
 from .adopt.shard_base import shard_base
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
@@ -27,6 +28,7 @@ __all__ = [
     "fill_row",
     "fuse",
     "graph_steps",
+    "keep_mxfp4",
     "log_probs",
     "pack",
     "quantize_experts",

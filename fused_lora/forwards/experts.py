@@ -7,6 +7,7 @@ each rank side by side.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from peft.tuners.lora.layer import ParamWrapper
@@ -25,15 +26,17 @@ from ..reading.projection import BASE_IS_TRAINED, active_adapter, why_call, why_
 from ..reading.refusal import Refusal, attempt, refuse
 from ..rerun import saving_last
 from ..weights.expert_weight import ExpertWeight
-from ..weights.four_bit_parts import written
+from ..weights.four_bit_parts import in_memory, write_again
 from .mlp import why_not_one_of
 
 PARAMETERS = ("gate_up_proj", "down_proj")
-# transformers' class of experts that stay packed in 4 bits, on the kernels of its hub
-PACKED = "Mxfp4GptOssExperts"
-NOT_TRAINED = (
-    "its experts in MXFP4 pass no gradients on: load the model with Mxfp4Config(dequantize=True)"
-)
+# transformers' classes of quantised experts, and why they stay
+NOT_TRAINED = {
+    "Mxfp4GptOssExperts": "its experts run on kernels that pass no gradients on: load the model "
+    "with config=keep_mxfp4(config)",
+    "FP8Experts": "its experts are in FP8, whose kernels pass no gradients on: load the model with "
+    "FineGrainedFP8Config(dequantize=True), then call quantize_experts",
+}
 # The functions of transformers that compute what the class's forward does, each in its own order.
 IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 
@@ -41,7 +44,7 @@ IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 class AdaptedParameter(NamedTuple):
     """A parameter of experts as it is now: its weight [experts, out, in] and bias [experts, out],
     and its adapter's A [experts, r, in] and B [experts, out, r], None if none is active. In 4 bits
-    weight is [experts out, in] and only stands for what `written` gives."""
+    weight is [experts out, in] and only stands for what `in_memory` gives."""
 
     weight: Tensor
     bias: Tensor | None
@@ -59,7 +62,7 @@ def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         base: Any = module.get_base_layer() if isinstance(module, ParamWrapper) else module
         is_wrapped = base is not module and "down_proj" in base._parameters
-        if is_wrapped or known_form(base, "Experts") or type(base).__name__ == PACKED:
+        if is_wrapped or known_form(base, "Experts") or type(base).__name__ in NOT_TRAINED:
             yield name, module
 
 
@@ -76,7 +79,7 @@ def read_experts(outermost: Any) -> tuple[AdaptedParameter, AdaptedParameter, Cl
         adapters[name] = _adapter_of(module)
         module = module.base_layer
     base: Any = module
-    refuse(NOT_TRAINED if type(base).__name__ == PACKED else None)
+    refuse(NOT_TRAINED.get(type(base).__name__))
     refuse(why_not_class(base, "Experts") or why_call(base, own_forward=base is not outermost))
     is_clamped = known_form(base, "Experts").is_clamped
     refuse(_why_not_gate(base, is_clamped))
@@ -144,7 +147,7 @@ def _why_not_dtype(x: Tensor, read: tuple) -> str:
 
 def _by_expert(read: AdaptedParameter, gate: ClampedGate) -> Tensor:
     """Return a weight as [experts, out, in]."""
-    weight = read.weight if read.base is None else read.weight.view(read.base.shape)
+    weight = read.weight if read.base is None else read.base.shaped(read.weight)
     return weight.mT if gate is not SWIGLU else weight
 
 
@@ -156,10 +159,10 @@ def experts_forward(wrapper: nn.Module, parts: frozenset[str], x: Tensor, *rest,
         return step_aside(wrapper, reason, x, *rest, **options)
     chosen, weights = rest
     *read, gate = read
-    (both, down), write_again = written(wrapper, read)
+    (both, down), buffers = in_memory(wrapper, read)
     frozen = FrozenExperts(
         _by_expert(both, gate), _by_expert(down, gate), both.scaling, down.scaling, gate,
-        both.bias, down.bias, write_again=write_again,
+        both.bias, down.bias, write=partial(write_again, buffers) if buffers else None,
     )  # fmt: skip
 
     def run(output_needed: bool) -> Tensor:

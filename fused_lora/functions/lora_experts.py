@@ -64,7 +64,9 @@ class FrozenExperts(NamedTuple):
         gate_up_weight.
     gate_up_bias, down_bias: frozen.
     output_needed: as in FrozenMLP, False for a recompute whose output nobody reads.
-    write_again: as in FrozenMLP, for weights in memory that others write into until backward.
+    write: for weights in memory that others write into until backward. Forward and backward call
+        it with `Routing.ends` before they read these weights, unless they still lie there. Experts
+        without rows need not be written.
     """
 
     gate_up_weight: Tensor  # [experts, 2 intermediate, hidden]
@@ -75,7 +77,7 @@ class FrozenExperts(NamedTuple):
     gate_up_bias: Tensor | None = None  # [experts, 2 intermediate]
     down_bias: Tensor | None = None  # [experts, hidden]
     output_needed: bool = True
-    write_again: Callable[[], None] | None = None
+    write: Callable[[Tensor], None] | None = None
 
 
 class Routing(NamedTuple):
@@ -154,10 +156,8 @@ class LoRA_Experts(torch.autograd.Function):
         _check(x, dtype, weights, given, chosen, frozen)
         ctx.dtype_of_x, ctx.dtype_of_weights = x.dtype, weights.dtype
         ctx.likes = [None if one is None else (one.shape, one.dtype) for one in given]
-        ctx.gate, ctx.write_again = frozen.gate, frozen.write_again
+        ctx.gate, ctx.write = frozen.gate, frozen.write
         ctx.scalings = gate_up_scaling, down_scaling = frozen.gate_up_scaling, frozen.down_scaling
-        gate_up_weight = frozen.gate_up_weight.to(dtype)
-        down_weight = frozen.down_weight.to(dtype)
         x = x.to(dtype)
         check_runnable("LoRA_Experts", _sum_routed_kernel, x)
         adapters: list[Any] = [
@@ -166,7 +166,11 @@ class LoRA_Experts(torch.autograd.Function):
         ]
         gate_up_A, gate_up_B, down_A, down_B = adapters
 
-        routing = route(chosen, len(gate_up_weight))
+        routing = route(chosen, len(frozen.down_weight))
+        if frozen.write is not None:
+            frozen.write(routing.ends)
+        gate_up_weight = frozen.gate_up_weight.to(dtype)
+        down_weight = frozen.down_weight.to(dtype)
         weight = weights.reshape(-1)[routing.order]
         rows = x.reshape(-1, x.shape[-1])[routing.tokens]
         z = None if gate_up_A is None else _grouped(rows, gate_up_A, routing.ends)
@@ -199,12 +203,12 @@ class LoRA_Experts(torch.autograd.Function):
     def backward(ctx, grad_output):
         refuse_second_derivative("LoRA_Experts", "the unfused experts")
         x, weight, gate_up, z, *others = ctx.saved_tensors
-        if ctx.write_again is not None:  # after a recompute, which ctx.saved_tensors may start
-            ctx.write_again()
         gate_up_A, gate_up_B, down_A, down_B, *others = others
         gate_up_weight, down_weight, down_bias, chosen, *routed = others
         routing = Routing(*routed)
         ends, (gate_up_scaling, down_scaling) = routing.ends, ctx.scalings
+        if ctx.write is not None:  # after a recompute, which ctx.saved_tensors may start
+            ctx.write(ends)
         need_x, need_weights, need_A, need_B, need_down_A, need_down_B, *_ = ctx.needs_input_grad
         tokens = routing.tokens
         grad_x = grad_weights = grad_A = grad_B = grad_down_A = grad_down_B = None

@@ -54,13 +54,16 @@ NEVER = 2**31 - 1
 def _dequantize_4bit_kernel(
     table_ptr,  # [columns of the table, WEIGHTS] int64
     rows_like_ptr,  # any pointer of the rows' dtype
+    ends_ptr,  # [EXPERTS] int32: the end of each expert's tokens
     WEIGHTS: tl.constexpr,  # a power of two
     TILE: tl.constexpr,
     RUN: tl.constexpr,
     READ: tl.constexpr,  # bytes
     WRITE: tl.constexpr,  # bytes
     NESTED: tl.constexpr,
+    LOW_FIRST: tl.constexpr,
     INDEX: tl.constexpr,  # the dtype that counts a weight's runs
+    EXPERTS: tl.constexpr,  # 0: weights of no experts
 ):
     program = tl.program_id(0)
     first_programs = tl.load(table_ptr + tl.arange(0, WEIGHTS))
@@ -81,6 +84,13 @@ def _dequantize_4bit_kernel(
 
     tile = program - first_program
     first_run = tile.to(INDEX) * (TILE // RUN)
+    if EXPERTS:
+        runs_of_expert = runs // EXPERTS
+        first_expert = first_run // runs_of_expert
+        last_expert = (tl.minimum(first_run + TILE // RUN, runs) - 1) // runs_of_expert
+        start = tl.load(ends_ptr + first_expert - 1, mask=first_expert > 0, other=0)
+        if tl.load(ends_ptr + last_expert) == start:
+            return
     runs = tl.minimum(runs - first_run, TILE // RUN).to(tl.int32)  # of this program
     # In one dimension a thread looks up the codes that it has read. In two, Triton gives them to
     # other threads first.
@@ -90,6 +100,8 @@ def _dequantize_4bit_kernel(
     pair = tl.load(codes_ptr + byte, mask=byte < bytes_, other=0)
     high = tl.load(values_ptr + (pair >> 4).to(tl.int32))
     low = tl.load(values_ptr + (pair & 15).to(tl.int32))
+    if LOW_FIRST:
+        high, low = low, high
 
     run = tl.arange(0, TILE // RUN)
     mask = run < runs
@@ -134,17 +146,19 @@ class _Prepared(NamedTuple):
     read: int
     write: int
     is_nested: bool
+    is_low_first: bool
     index: tl.dtype
 
 
 class Dequantize4bit:
-    """``Dequantize4bit().write(key, matrices)``, where ``matrices()`` is (weights, rows).
+    """``Dequantize4bit().write(key, matrices, ends)``, where ``matrices()`` is (weights, rows).
 
     Equivalent PyTorch::
 
         for weight, into in zip(*matrices()):
             codes = weight.codes.view(torch.uint8).flatten()
-            codes = torch.stack([codes >> 4, codes & 15], 1).flatten()
+            halves = [codes >> 4, codes & 15]
+            codes = torch.stack(halves[:: -1 if weight.is_low_first else 1], 1).flatten()
             absmax = weight.absmax
             if weight.nested is not None:
                 values, outer, offset, blocksize = weight.nested
@@ -154,10 +168,16 @@ class Dequantize4bit:
             into.copy_((weight.values[codes[: into.numel()].int()] * absmax).view(into.shape))
 
     rows: [out, in] each, all in bf16, fp16 or fp32, of any row stride. They do not overlap. One
-    launch writes them all; where only some weights are double-quantised, it takes two. key:
-    identifies the weights and the rows, and where they lie. `matrices` is not called for a known
-    key. The first call with a key copies a table to the GPU. The tables that a CUDA graph uses live
-    as long as this object.
+    launch writes them all; where only some weights are double-quantised, it takes two, and those in
+    MXFP4 take another.
+
+    key: identifies the weights and the rows, and where they lie. `matrices` is not called for a
+    known key. The first call with a key copies a table to the GPU. The tables that a CUDA graph
+    uses live as long as this object.
+
+    ends: [experts] int32, or None. Each weight is that of so many experts, [experts out, in], and
+    an expert's tokens end there. Rows of experts without tokens are left as they are, unless they
+    share a tile of 4,096 values with others.
 
     Autograd does not see the rows change.
 
@@ -174,7 +194,9 @@ class Dequantize4bit:
         self._prepared: dict[Hashable, list[_Prepared]] = {}
         self._captured: dict[int, list[_Prepared]] = {}  # by id
 
-    def write(self, key: Hashable, matrices: Callable[[], Matrices]) -> None:
+    def write(
+        self, key: Hashable, matrices: Callable[[], Matrices], ends: Tensor | None = None
+    ) -> None:
         known = self._prepared.get(key)
         if known is None:
             weights, rows = matrices()
@@ -187,32 +209,37 @@ class Dequantize4bit:
         if is_capturing(known[0].table):
             self._captured[id(known)] = known
         for prepared in known:
-            _launch(prepared)
+            _launch(prepared, ends)
 
 
-def dequantize_4bit(weights: Sequence[Packed4bit], rows: Sequence[Tensor]) -> None:
+def dequantize_4bit(
+    weights: Sequence[Packed4bit], rows: Sequence[Tensor], ends: Tensor | None = None
+) -> None:
     """Write the weights into the rows, as `Dequantize4bit` does, and forget the table."""
-    Dequantize4bit().write(None, lambda: (weights, rows))
+    Dequantize4bit().write(None, lambda: (weights, rows), ends)
 
 
-def _launch(prepared: _Prepared) -> None:
-    if prepared.programs:  # an empty grid cannot be launched
+def _launch(prepared: _Prepared, ends: Tensor | None = None) -> None:
+    programs, table, rows_like, *rest = prepared
+    if programs:  # an empty grid cannot be launched
         launch(
-            _dequantize_4bit_kernel, (prepared.programs,), *prepared[1:],
+            _dequantize_4bit_kernel, (programs,), table, rows_like,
+            rows_like if ends is None else ends, *rest, 0 if ends is None else len(ends),
             num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def _prepare_each_kind(weights: Sequence[Packed4bit], rows: Sequence[Tensor]) -> list[_Prepared]:
-    """Prepare a launch for the weights that are double-quantised, and one for the others."""
+    """Prepare a launch for the weights of each kind: double-quantised or not, and MXFP4."""
     if is_capturing(rows[0]):
         raise RuntimeError(
             "dequantize_4bit: a CUDA graph cannot hold the first launch for weights: run one step "
             "before you capture"
         )
-    kinds: dict[bool, list[tuple[Packed4bit, Tensor]]] = {}
+    kinds: dict[tuple[bool, bool], list[tuple[Packed4bit, Tensor]]] = {}
     for weight, into in zip(weights, rows, strict=True):
-        kinds.setdefault(weight.nested is None, []).append((weight, into))
+        kind = weight.nested is None, weight.is_low_first
+        kinds.setdefault(kind, []).append((weight, into))
     return [
         _prepare([weight for weight, _ in pairs], [into for _, into in pairs])
         for pairs in kinds.values()
@@ -240,9 +267,10 @@ def _prepare(weights: Sequence[Packed4bit], rows: Sequence[Tensor]) -> _Prepared
     entries += [[NEVER, *entries[0][1:]]] * (count - len(entries))
     table = uploaded([*zip(*entries, strict=True)], torch.int64, device)
     rows_like = torch.empty(1, dtype=dtype, device=device)
-    is_nested = weights[0].nested is not None
+    first = weights[0]
+    kind = first.nested is not None, first.is_low_first
     index = tl.int32 if most_runs + TILE < 2**31 else tl.int64
-    return _Prepared(programs, table, rows_like, count, TILE, run, read, write, is_nested, index)
+    return _Prepared(programs, table, rows_like, count, TILE, run, read, write, *kind, index)
 
 
 def _log2(power: int) -> int:

@@ -98,11 +98,12 @@ class ScratchBuffer(Buffer):
         self._scratch.holder, self._scratch.key = self.serial, key
 
     @staticmethod
-    def encode(buffers: Sequence["ScratchBuffer"]) -> None:
-        """Write the weights of these buffers into their matrices, in one launch."""
+    def encode(buffers: Sequence["ScratchBuffer"], ends: Tensor | None = None) -> None:
+        """Write the weights of these buffers into their matrices, in one launch. ends: as in
+        `Dequantize4bit`, for weights of experts."""
         codes = [packed.codes for one in buffers for packed, _ in one._packed]
         key = *(one.serial for one in buffers), *(code.data_ptr() for code in codes)
-        buffers[0]._dequantize.write(key, lambda: _packed_in(buffers))
+        buffers[0]._dequantize.write(key, lambda: _packed_in(buffers), ends)
         for buffer in buffers:
             buffer._scratch.is_captured |= is_capturing(buffer.matrix)
             for plain, to in buffer._plain:

@@ -103,14 +103,18 @@ def why_not_norms(model: nn.Module, name: str) -> str | None:
 
 
 def packed(base: Any) -> Packed4bit:
-    """Return the packed weight of a layer, or of experts, as views of bitsandbytes' tensors."""
-    state = state_of(base)
+    """Return the packed weight of a layer, as views of bitsandbytes' tensors."""
+    return packed_from(base.weight.data, state_of(base))
+
+
+def packed_from(codes: Tensor, state: Any) -> Packed4bit:
+    """Return what bitsandbytes' quantize_4bit returns for a weight [..., in]."""
     nested = None
     if state.nested:
         inner = state.state2
         nested = Nested(inner.code, inner.absmax, state.offset, inner.blocksize)
     return Packed4bit(
-        base.weight.data,
+        codes,
         (prod(state.shape[:-1]), state.shape[-1]),
         state.code,
         state.absmax,

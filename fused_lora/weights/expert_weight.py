@@ -1,20 +1,22 @@
 """Experts' weights in 4 bits, which bitsandbytes' linear layers do not cover.
 
-A parameter [experts, out, in] that holds bitsandbytes' codes of the matrix [experts out, in]. The
-fused function has them dequantised into memory that all layers share (`four_bit_parts.py`). All
-other code sees a tensor, and each use of it dequantises the whole weight into temporary memory. It
-cannot be written to.
+A parameter [experts, out, in] that holds codes (`kernels/packed_4bit.py`) of the matrix [experts
+out, in]. The fused function has them dequantised into memory that all layers share
+(`four_bit_parts.py`). All other code sees a tensor, and each use of it dequantises the whole weight
+into temporary memory. What is written to it is quantised again.
 """
 
-import copy
-from math import prod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..kernels.packed_4bit import Packed4bit, dequantized
 from ..layer.buffer import PlacedWeight
+from ..reading.four_bit import packed_from
+from .mxfp4 import encoded_in_mxfp4
 from .wrapped_weight import SAME, WrappedWeight, aten, written_of
 
 CASTS = None, torch.bfloat16, torch.float16, torch.float32  # what codes can be dequantised to
@@ -22,53 +24,86 @@ NOT_SAVED = (
     "this weight is in 4 bits and cannot be saved or read from memory: save the adapters alone, "
     "model.save_pretrained(folder)"
 )
+NOT_SHARDED = (
+    "fully_shard would keep its parts of this weight dequantised: give it experts in 4 bits as "
+    "ignored_params"
+)
+
+
+class Encoding(NamedTuple):
+    """quant_type: "nf4", "fp4" or "mxfp4". double_quant: of the scales of the first two.
+    is_transposed: the codes of a weight [experts, in, out] are those of [experts out, in]."""
+
+    quant_type: str
+    double_quant: bool = False
+    is_transposed: bool = False
+
+    def encode(self, weight: Tensor) -> Packed4bit:
+        """Return a weight of experts in 4 bits."""
+        weight = (weight.mT if self.is_transposed else weight).contiguous()
+        if self.quant_type == "mxfp4":
+            return encoded_in_mxfp4(weight)
+        from bitsandbytes.functional import quantize_4bit
+
+        options: dict[str, Any] = {
+            "compress_statistics": self.double_quant,
+            "quant_type": self.quant_type,
+        }
+        return packed_from(*quantize_4bit(weight, **options))
 
 
 class ExpertWeight(WrappedWeight, PlacedWeight):
-    """codes: uint8. quant_state: bitsandbytes' QuantState, with the shape and dtype of this."""
+    """packed: the weight. encoding: how other values become one."""
 
-    codes: Tensor
-    quant_state: Any
+    packed: Packed4bit
+    encoding: Encoding
 
     @staticmethod
     @torch.inference_mode(False)  # otherwise it could not be used outside
-    def of(codes: Tensor, quant_state: Any) -> "ExpertWeight":
+    def of(
+        packed: Packed4bit, encoding: Encoding, shape: torch.Size, dtype: torch.dtype
+    ) -> "ExpertWeight":
         self: Any = Tensor._make_wrapper_subclass(
-            ExpertWeight, quant_state.shape, dtype=quant_state.dtype, device=codes.device
+            ExpertWeight, shape, dtype=dtype, device=packed.codes.device
         )
-        self.codes, self.quant_state = codes, quant_state
+        self.packed, self.encoding = packed, encoding
         return self
 
     @property
-    def weight(self) -> Tensor:
-        """The codes, as a Linear4bit has them."""
-        return self.codes
-
-    @property
     def place(self) -> tuple[int, int]:  # type: ignore[override]
-        return self.codes.data_ptr(), self.quant_state.absmax.data_ptr()
+        return self.packed.codes.data_ptr(), self.packed.absmax.data_ptr()
 
     def stand_in(self) -> Tensor:
         """Return a tensor like the matrix [experts out, in], without memory."""
-        *rows, inputs = self.shape
-        return self.codes.new_zeros(1, dtype=self.dtype).expand(prod(rows), inputs)
+        return self.packed.codes.new_zeros(1, dtype=self.dtype).expand(self.packed.shape)
+
+    def shaped(self, matrix: Tensor) -> Tensor:
+        """Return the matrix [experts out, in] in the shape of this weight."""
+        weight = matrix.view(len(self), -1, matrix.shape[1])
+        return weight.mT if self.encoding.is_transposed else weight
 
     def whole(self) -> Tensor:
-        """Return the weight [experts, out, in], dequantised into new memory."""
-        from bitsandbytes.functional import dequantize_4bit
+        """Return the weight, dequantised into new memory."""
+        return self.shaped(dequantized(self.packed, self.dtype))
 
-        return dequantize_4bit(self.codes, self.quant_state)
+    def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype) -> "ExpertWeight":
+        """Return the codes that `move` makes of these, to be dequantised to a dtype."""
+        return ExpertWeight.of(
+            tree_map_only(Tensor, move, self.packed), self.encoding, self.shape, dtype
+        )
 
-    def moved(self, device: Any, dtype: torch.dtype | None) -> "ExpertWeight":
-        """Return these codes on a device, to be dequantised to a dtype. None: as they are."""
-        state = copy.copy(self.quant_state)
-        state.state2 = copy.copy(state.state2)
-        state.to(device or self.device)
-        state.dtype = dtype or self.dtype
-        return ExpertWeight.of(self.codes.to(device or self.device), state)
+    def rewrite(self, value: Tensor) -> None:
+        """Take another weight's value. The codes stay where they are."""
+        if isinstance(value, ExpertWeight) and value.encoding == self.encoding:
+            other = value.packed
+        else:
+            other = self.encoding.encode(value.to(self.device, self.dtype))
+        for mine, one in zip(tree_leaves(self.packed), tree_leaves(other), strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(one)
 
     def untyped_storage(self):
-        return self.codes.untyped_storage()  # it has none itself
+        return self.packed.codes.untyped_storage()  # it has none itself
 
     @property
     def data(self) -> Tensor:
@@ -77,15 +112,21 @@ class ExpertWeight(WrappedWeight, PlacedWeight):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, ExpertWeight):
-            raise RuntimeError("this weight is in 4 bits, so it cannot be assigned: load it anew")
+            if value.dtype != self.dtype:
+                raise RuntimeError(
+                    f"experts in 4 bits cannot be {value.dtype}: leave the model in bfloat16, "
+                    "float16 or float32"
+                )
+            self.rewrite(value)
+            return
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self.codes, self.quant_state = value.codes, value.quant_state  # moved or cast
+        self.packed, self.encoding = value.packed, value.encoding  # moved or cast
 
     def leave_buffer(self) -> None:
         """Stay as it is: it lies in no buffer."""
 
     def __deepcopy__(self, memo: dict) -> Tensor:
-        copied = ExpertWeight.of(self.codes.clone(), copy.deepcopy(self.quant_state))
+        copied = self.moved(Tensor.clone, self.dtype)
         return memo.setdefault(id(self), nn.Parameter(copied, requires_grad=False))
 
     def __reduce_ex__(self, _: Any):
@@ -98,15 +139,24 @@ class ExpertWeight(WrappedWeight, PlacedWeight):
     def run(func: Any, args: Any, kwargs: dict) -> Any:
         first: Any = args[0] if args else None
         if func in SAME:
-            return ExpertWeight.of(first.codes, first.quant_state)
+            return first.moved(lambda one: one, first.dtype)
+        if func is aten.clone.default:
+            return first.moved(Tensor.clone, first.dtype)
         if func is aten._to_copy.default and kwargs.get("dtype") in CASTS:
-            return first.moved(kwargs.get("device"), kwargs.get("dtype"))
+            device = kwargs.get("device") or first.device
+            return first.moved(lambda one: one.to(device), kwargs.get("dtype") or first.dtype)
         if func is aten.set_.source_Tensor and args[1] is first:  # as parametrize does
             return first
-        if written_of(ExpertWeight, func, args, kwargs):
-            raise RuntimeError(
-                f"{func._schema.name.removeprefix('aten::')}: this weight is in 4 bits, so it "
-                "cannot be changed: merge adapters into experts in 16 bits"
-            )
-        args, kwargs = tree_map_only(ExpertWeight, ExpertWeight.whole, (args, kwargs))
-        return func(*args, **kwargs)
+        if func is aten.split.Tensor:
+            raise RuntimeError(NOT_SHARDED)
+        if func is aten.copy_.default and isinstance(first, ExpertWeight):
+            first.rewrite(args[1])
+            return first
+        written = written_of(ExpertWeight, func, args, kwargs)
+        every = [one for one in tree_leaves((args, kwargs)) if isinstance(one, ExpertWeight)]
+        wholes = {id(one): one.whole() for one in every}
+        args, kwargs = tree_map_only(ExpertWeight, lambda one: wholes[id(one)], (args, kwargs))
+        result = func(*args, **kwargs)
+        for one in written:
+            one.rewrite(wholes[id(one)])
+        return written[0] if written else result

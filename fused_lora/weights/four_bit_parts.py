@@ -18,13 +18,14 @@ from ..foreign.ownership import HOOKED, owner_of
 from ..layer.scratch import Scratch, ScratchBuffer, Scratches
 from ..reading.four_bit import packed, places_of
 from ..reading.projection import Projection
+from .expert_weight import ExpertWeight
 
 
 class Memories(Scratches):
     """The memory that the functions of a model take in turns, by the shapes of a function's weights
     and which of them lies in it, and the buffers of each function.
 
-    Buffers hold bitsandbytes' tensors. So a backward multiplies the weights of its forward, even if
+    Buffers hold the codes themselves. So a backward multiplies the weights of its forward, even if
     the model has others by then.
     """
 
@@ -39,8 +40,8 @@ class Memories(Scratches):
 
     def buffers_of(self, reads: Sequence[Any]) -> list[ScratchBuffer]:
         """Return a buffer for each of these weights in 4 bits, which may have moved since."""
-        key = tuple(id(read.base.weight) for read in reads)
-        places = tuple((places_of(read.base), read.weight.dtype) for read in reads)
+        key = tuple(id(read.base) for read in reads)
+        places = tuple((_place_of(read.base), read.weight.dtype) for read in reads)
         if (made := self._made.get(key)) is None or made[0] != places:
             made = self._made[key] = places, self._make(reads)
         return made[1]
@@ -54,40 +55,60 @@ class Memories(Scratches):
             key = shapes, index, like.dtype, like.device
             if key not in self:
                 self[key] = Scratch(like.new_empty(like.shape))
-            buffers.append(ScratchBuffer(self[key], [packed(read.base)], None))
+            is_expert = isinstance(read.base, ExpertWeight)
+            weight = read.base.packed if is_expert else packed(read.base)
+            buffers.append(ScratchBuffer(self[key], [weight], None))
         return buffers
 
 
-def written(module: nn.Module, reads: list[Any]) -> tuple[list[Any], Callable[[], None] | None]:
-    """Write those weights of a module's projections, or of its experts, that are in 4 bits. Return
-    the reads with weights to multiply, and `write_again` for their function, None if all are
-    plain."""
+def _place_of(base: Any) -> tuple:
+    return base.place if isinstance(base, ExpertWeight) else places_of(base)
+
+
+def in_memory(module: nn.Module, reads: list[Any]) -> tuple[list[Any], list[ScratchBuffer]]:
+    """Return the reads of a module's projections, or of its experts, with weights to multiply, and
+    the buffers of those that are in 4 bits, which have to be written first."""
     in_4_bits = [read for read in reads if read.is_packed]
     if not in_4_bits:
-        return reads, None
+        return reads, []
     owner = owner_of(module) or owner_of(module, HOOKED)
     assert owner is not None
     buffers = owner.memories.buffers_of(in_4_bits)
-    _write(buffers)
     matrices = iter(buffers)
     return [
         read._replace(weight=next(matrices).weight, is_packed=False) if read.is_packed else read
         for read in reads
-    ], partial(_write_again, buffers)
+    ], buffers
 
 
-def _write(buffers: Sequence[ScratchBuffer]) -> None:
+def written(module: nn.Module, reads: list[Any]) -> tuple[list[Any], Callable[[], None] | None]:
+    """Write those weights of a module's projections that are in 4 bits. Return the reads with
+    weights to multiply, and `write_again` for their function, None if all are plain."""
+    reads, buffers = in_memory(module, reads)
+    if not buffers:
+        return reads, None
+    _write(buffers)
+    return reads, partial(write_again, buffers)
+
+
+def _write(buffers: Sequence[ScratchBuffer], ends: Tensor | None = None) -> None:
     for buffer in buffers:
         buffer.key = None  # if what follows fails
-    ScratchBuffer.encode(buffers)
+    ScratchBuffer.encode(buffers, ends)
     for buffer in buffers:
-        buffer.key = ()  # they have no adapters
+        buffer.key = (ends,)  # they have no adapters
 
 
-def _write_again(buffers: Sequence[ScratchBuffer]) -> None:
-    """Call `_write`, unless the weights still lie in memory."""
-    if any(buffer.key is None for buffer in buffers):
-        _write(buffers)
+def write_again(buffers: Sequence[ScratchBuffer], ends: Tensor | None = None) -> None:
+    """Write the weights, unless they still lie in memory. ends: as in `Dequantize4bit`, for weights
+    of experts, which lie there if the memory has those of the same tokens."""
+    if not all(_lies_in(buffer, ends) for buffer in buffers):
+        _write(buffers, ends)
+
+
+def _lies_in(buffer: ScratchBuffer, ends: Tensor | None) -> bool:
+    key = buffer.key  # it keeps the last `ends`, so no other has that address
+    return key is not None and (ends is None or key[0].data_ptr() == ends.data_ptr())
 
 
 def memories_of(model: nn.Module) -> Memories:

@@ -80,7 +80,9 @@ def scale(model, by=3.0):
 
 def add_second(model, r):
     """Add an adapter small enough that rounding decides no token, like layer_case's first one."""
-    config = LoraConfig(r=r, lora_alpha=r, target_modules=[*ATTENTION, *MLP])
+    parameters = model.peft_config["default"].target_parameters  # PEFT wants the same ones
+    modules = ATTENTION if parameters else (*ATTENTION, *MLP)
+    config = LoraConfig(r=r, lora_alpha=r, target_modules=[*modules], target_parameters=parameters)
     model.add_adapter("second", config)
     set_weights(model, next(model.parameters()).device, only=".second.")
     for name, parameter in model.named_parameters():

@@ -186,10 +186,12 @@ def launch_layer():
     source, block = empty(1, dtype=torch.float32), many_copies.BLOCK_COPIED
     for run in (1, many_copies.MAX_RUN):
         launch_by_triton(many_copies._copy_kernel, (1,), *table, source, empty(1), block, run)
-    for run, is_nested in ((1, False), (dequantize_4bit.MAX_RUN, True)):
-        sizes = 8, dequantize_4bit.TILE, run, 4, dequantize_4bit.MAX_WRITE, is_nested, tl.int32
+    ends = empty(32, dtype=torch.int32)
+    kinds = (1, False, False, None), (64, True, False, ends), (32, True, True, ends)
+    for run, *kind, at in kinds:
+        sizes = 8, dequantize_4bit.TILE, run, 4, dequantize_4bit.MAX_WRITE, *kind, tl.int32
         prepared = dequantize_4bit._Prepared(1, empty(1, dtype=torch.int64), empty(1), *sizes)
-        dequantize_4bit._launch(prepared)
+        dequantize_4bit._launch(prepared, at)
     products = [Product(empty(TOKENS, RANK), empty(COLUMNS, RANK)) for _ in range(3)]
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     swiglu_backward_products(hidden, gate_up, *products, torch.empty_like(gate_up))

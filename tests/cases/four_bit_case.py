@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from bitsandbytes import nn as bnb
 from cases.layer_case import layer_of
+from cases.peft_models import ATTENTION
 from peft import prepare_model_for_kbit_training
 from torch import nn
+
+from fused_lora import quantize_experts
 
 
 def quantised(model, only=".layers.", compute_dtype: Any = "the model's", is_moved=True, **options):
@@ -39,6 +42,26 @@ def quantised(model, only=".layers.", compute_dtype: Any = "the model's", is_mov
     model.requires_grad_(False)
     model.is_loaded_in_4bit = True
     return model
+
+
+def with_experts(model):
+    quantize_experts(model)
+    return model
+
+
+# Options of `layer_case.peft_model`: a mixture whose experts are in 4 bits and adapted. In bf16:
+# in fp32 a GPU's grouped matmuls wait for the host.
+EXPERTS = {
+    "family": "Qwen3Moe",
+    "dtype": torch.bfloat16,
+    "change": with_experts,
+    "target_modules": [*ATTENTION],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    "config": {
+        "hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32, "num_experts": 4,
+        "num_experts_per_tok": 2, "pad_token_id": 0, "experts_implementation": "grouped_mm",
+    },
+}  # fmt: skip
 
 
 def prepared(model):

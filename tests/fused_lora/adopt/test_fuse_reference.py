@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import fp8_case, layer_case
 from cases.counting import saved_tensors
-from cases.four_bit_case import quantised
+from cases.four_bit_case import EXPERTS, quantised
 from cases.fp8_case import FP8
 from cases.fused_case import ALL, SHORT, assert_close, functions_of, step
 from cases.graph_case import adamw, graphed
@@ -31,6 +31,7 @@ WITHOUT_B = {  # models whose B is zero, as PEFT makes it
     "layer, dropout": (LAYER, {"lora_dropout": 0.3}),
     "parts, bf16": (PARTS, {"dtype": torch.bfloat16}),
     "parts, 4 bits": (PARTS, {"dtype": torch.bfloat16, "change": quantised}),
+    "experts in 4 bits": (PARTS, EXPERTS),
 }
 
 

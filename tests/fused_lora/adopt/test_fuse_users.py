@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from cases.changes import DONE, activate_both, adapters, add_second, prepare_hot_swap
-from cases.four_bit_case import quantised
+from cases.four_bit_case import EXPERTS, quantised
 from cases.fused_case import assert_close, assert_same, batch, functions_of
 from cases.layer_case import EVERYTHING, LAYER, NAMES, layer_of, pair, peft_model
 from cases.peft_models import adapt, base_model
@@ -16,10 +16,13 @@ from fused_lora import Fusion, fuse, report
 
 PARTS = Fusion(mlp=True, attention=True, rope=True)
 FUSIONS = {"layer": LAYER, "parts": PARTS, "4 bits": LAYER, "parts in 4 bits": PARTS}
+FUSIONS["experts in 4 bits"] = PARTS
 # Our functions in a layer.
 FUNCTIONS = {"parts": {"LoRA_MLP": 1, "LoRA_Attention": 1}, "layer": {"DecoderLayer": 1}}
 FUNCTIONS |= {"4 bits": FUNCTIONS["layer"], "parts in 4 bits": FUNCTIONS["parts"]}
+FUNCTIONS["experts in 4 bits"] = {"LoRA_Experts": 1, "LoRA_Attention": 1}
 MADE = {kind: {"change": quantised} for kind in ("4 bits", "parts in 4 bits")}
+MADE["experts in 4 bits"] = EXPERTS | {"dtype": torch.float32}
 ONE_LAYER = {"num_hidden_layers": 1}
 NORMED = {"family": "Qwen3"}  # a layer reads the weights of head norms, but does not move them
 
@@ -35,6 +38,11 @@ OVER_PARTS = (  # which keep nothing: adapters in place, elsewhere, and others
 OVER_4_BITS = (  # which bitsandbytes quantises, stores and moves in its own way
     "optimizer", "moving average through .data", "hot-swap", "merged and unmerged",
     "another adapter and back", "an adapter of a larger rank",
+)  # fmt: skip
+OVER_EXPERTS_IN_4_BITS = (
+    "optimizer", "load_state_dict", "moving average through .data", "other .data",
+    "to another dtype and back", "another adapter and back", "merged and unmerged",
+    "safely merged and unmerged",
 )  # fmt: skip
 OVER_PARTS_IN_4_BITS = "optimizer", "another adapter and back", "merged and unmerged"
 
@@ -54,12 +62,14 @@ OVER_PARTS_IN_4_BITS = "optimizer", "another adapter and back", "merged and unme
         *(("parts", what, {}) for what in OVER_PARTS),
         *(("4 bits", what, {}) for what in OVER_4_BITS),
         *(("parts in 4 bits", what, {}) for what in OVER_PARTS_IN_4_BITS),
+        *(("experts in 4 bits", what, {}) for what in OVER_EXPERTS_IN_4_BITS),
         *(("layer", what, NORMED) for what in OF_WEIGHTS),
     ],
 )
 def test_a_fused_model_computes_what_plain_peft_does(what, kind, options, device):
-    options = options | MADE.get(kind, {})
-    fused, plain, _ = pair(device, FUSIONS[kind], config=ONE_LAYER, **options)
+    options = {"config": {}} | options | MADE.get(kind, {})
+    options["config"] = options["config"] | ONE_LAYER
+    fused, plain, _ = pair(device, FUSIONS[kind], **options)
     waiting = fused(**batch(fused)).loss  # its graph keeps everything it was computed from
     assert functions_of(waiting) == FUNCTIONS[kind]
     for model in (fused, plain):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import layer_case
 from cases.families_case import FAMILIES
-from cases.four_bit_case import quantised
+from cases.four_bit_case import EXPERTS, quantised
 from cases.fp8_case import CONFIG, FP8
 from cases.fused_case import ALL
 from cases.graph_case import (
@@ -50,6 +50,7 @@ MODELS = {
     "4 bits": (qwen2, Fusion(layer=True), {"change": quantised}),
     "4 bits, parts": (qwen2, PARTS, {"change": quantised}),
     "FP8": (qwen2, FP8, {"config": CONFIG}),
+    "4 bits, experts": (qwen2, PARTS, EXPERTS),
     # in fp32 a GPU's grouped matmuls wait for the host
     "experts": (family("Qwen3-MoE", torch.bfloat16), Fusion(**ALL, checkpoint="full"), {}),
     "experts beside a block": (
@@ -181,6 +182,7 @@ WRITTEN = {  # into memory that other forwards write as well
     "borders in FP8": (FP8, {"config": CONFIG}),
     "4 bits": (LAYER, {"change": quantised}),
     "4 bits, parts": (Fusion(mlp=True, attention=True, rope=True), {"change": quantised}),
+    "4 bits, experts": (PARTS, EXPERTS),
 }
 
 

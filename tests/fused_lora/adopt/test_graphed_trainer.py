@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from cases import layer_case
-from cases.four_bit_case import quantised
+from cases.four_bit_case import EXPERTS, quantised
 from cases.fp8_case import CONFIG as FP8_CONFIG
 from cases.graph_case import WAITS, Recorded
 from cases.peft_models import ids
@@ -373,15 +373,20 @@ def train_fused(kind, plain, folder, fusion, is_graphed, **options):
     [
         *product(SETTINGS, [False, True], ["", "full", "offload"], [""]),
         # a reference pass takes the memory that layers in 4 bits share
-        *product(["DPOTrainer"], [True], ["", "full"], ["4 bits", "FP8"]),
+        *product(["DPOTrainer"], [True], ["", "full"], ["4 bits", "FP8", "experts"]),
     ],
 )
 def test_a_fused_model_in_graphed_steps(kind, bf16, checkpoint, weights, tmp_path, device):
     dtype = torch.bfloat16 if bf16 else torch.float32
-    change = {"4 bits": {"change": quantised}, "FP8": {"config": FP8_CONFIG}}.get(weights, {})
-    plain = layer_case.peft_model(device, dtype=dtype, **change)
+    change = {
+        "4 bits": {"change": quantised}, "FP8": {"config": FP8_CONFIG}, "experts": EXPERTS,
+    }.get(weights, {})  # fmt: skip
+    plain = layer_case.peft_model(device, **{"dtype": dtype} | change)
     options = KEPT["accumulation, evaluation"] | {"bf16": bf16, "learning_rate": 2**-12}
-    fusion = Fusion(layer=True, rms_norm=True, checkpoint=checkpoint, fp8=weights == "FP8")
+    fusion = Fusion(
+        layer=weights != "experts", mlp=weights == "experts", rms_norm=True, checkpoint=checkpoint,
+        fp8=weights == "FP8",
+    )  # fmt: skip
     done = [
         train_fused(kind, plain, tmp_path, fusion, is_graphed, **options)
         for is_graphed in (True, False)

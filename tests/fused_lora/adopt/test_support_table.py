@@ -16,7 +16,7 @@ from cases.layer_case import peft_model
 from cases.peft_models import ATTENTION, FAMILIES, MLP
 from cases.reasons import MODELS, add_active, ia3, readapt, replace_weight, subclass_base
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
-from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 from fused_lora import fuse
@@ -144,12 +144,16 @@ def compress(projection):
     weight.data = weight.data.to(torch.float8_e4m3fn)
 
 
-def mxfp4(device):
-    """As transformers loads it where its hub has kernels."""
-    model = OTHERS["gpt-oss"].peft_model(device, target_parameters=None)
-    for layer in model.get_base_model().model.layers:
-        layer.mlp.experts = Mxfp4GptOssExperts(model.config).to(device)
-    return model
+def quantised_experts(family, cls):
+    """As transformers loads them where its hub has kernels."""
+
+    def make(device):
+        model = OTHERS[family].peft_model(device, target_parameters=None)
+        for layer in model.get_base_model().model.layers:
+            layer.mlp.experts = cls(model.config).to(device)
+        return model
+
+    return make
 
 
 def with_config(**config):
@@ -176,7 +180,8 @@ SETTINGS = {  # of PEFT and transformers, by what makes such a model
     "`load_in_8bit=True`": each_projection(subclass_base),
     "`FineGrainedFP8Config`, without `fp8=True`": each_projection(in_fp8),
     "`CompressedTensorsConfig()` of FP8 weights": each_projection(compress),
-    "gpt-oss in MXFP4, on a GPU": mxfp4,
+    "gpt-oss in MXFP4, on a GPU": quantised_experts("gpt-oss", Mxfp4GptOssExperts),
+    "`FineGrainedFP8Config`, of experts": quantised_experts("Qwen3-MoE", FP8Experts),
     '`attn_implementation="eager"`': with_config(attn_implementation="eager"),
     "`attention_dropout=0.1`": with_config(attention_dropout=0.1),
     "`resid_pdrop=0.1`, of Phi": lambda device: (

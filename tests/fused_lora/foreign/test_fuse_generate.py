@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import layer_case
 from cases.counting import Calls
-from cases.four_bit_case import quantised
+from cases.four_bit_case import EXPERTS, quantised
 from cases.fused_case import ALL, SHORT, step
 from cases.layer_case import EVERYTHING, LAYER, operands_of_calls
 from cases.peft_models import MLP_ON, assert_equal, ids
@@ -18,6 +18,7 @@ FUSIONS = {
     "layer": (LAYER, {}),
     "everything": (EVERYTHING, {}),
     "everything, 4 bits": (EVERYTHING, {"change": quantised}),
+    "parts, experts in 4 bits": (Fusion(**ALL), EXPERTS),
 }
 GREEDY = {"do_sample": False}
 WAYS = {

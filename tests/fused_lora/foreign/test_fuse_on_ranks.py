@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases.four_bit_case import quantised
+from cases.four_bit_case import EXPERTS, quantised
 from cases.fused_case import ALL, SHORT
 from cases.layer_case import LAYER, peft_model
 from cases.peft_models import LAYERS, ids
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse, report, shard_base, unfuse
 from fused_lora.forwards.layer import borders_of
+from fused_lora.weights.expert_weight import ExpertWeight
 
 RANKS, UPDATES = 2, 2
 EVERYTHING = Fusion(**ALL, layer=True, checkpoint="full")
@@ -43,10 +44,11 @@ def shard_adapters(model):
 
 
 def shard_all(model):
-    """Shard each layer with its adapters, and then the rest."""
+    """Shard each layer with its adapters, and then the rest. Experts in 4 bits stay as they are."""
+    coded = {one for one in model.parameters() if isinstance(one, ExpertWeight)}
     for layer in model.get_submodule(LAYERS):
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, ignored_params=coded)
+    return fully_shard(model, ignored_params=coded)
 
 
 def ddp(**options):
@@ -71,6 +73,7 @@ FUSED = {
     "parts": (Fusion(**ALL), {}),
     "layer, 4 bits": (LAYER, IN_4_BITS),
     "parts, 4 bits": (Fusion(**ALL), IN_4_BITS),
+    "experts in 4 bits": (Fusion(**ALL), EXPERTS | {"dtype": torch.float32}),
 }
 
 
@@ -147,6 +150,9 @@ TRIED = [
         for fused in ("parts", "everything, full", "layer, 4 bits", "parts, 4 bits")
     ),
     ("FSDP2", "everything, full"),
+    ("find_unused_parameters", "experts in 4 bits"),
+    ("FSDP2", "experts in 4 bits"),
+    ("FSDP2, all", "experts in 4 bits"),
     ("FSDP2, all, before fuse", "layer, 4 bits"),
 ]
 

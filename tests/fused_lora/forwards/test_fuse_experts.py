@@ -2,6 +2,7 @@
 `test_families.py` has each family, and `contract.py` the function."""
 
 import copy
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -9,8 +10,17 @@ import pytest
 import torch
 from cases.counting import Watch
 from cases.families_case import FAMILIES, everywhere
-from cases.fused_case import ALL, assert_close, beside, functions_of, loss_of, step
-from cases.peft_models import MLP_ON, ids
+from cases.fused_case import (
+    ALL,
+    assert_close,
+    batch,
+    beside,
+    functions_of,
+    loss_of,
+    step,
+    values_of,
+)
+from cases.peft_models import MLP_ON, assert_equal, ids
 from cases.reference import assert_near, random, relative_error
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -18,6 +28,8 @@ from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fused_lora import Fusion, fuse, quantize_experts, report, unfuse
+from fused_lora.kernels.dequantize_4bit import Dequantize4bit
+from fused_lora.weights.four_bit_parts import memories_of
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": [GATE_UP, DOWN]}
@@ -107,20 +119,29 @@ def test_fp32_adapters_of_a_bf16_model_get_fp32_gradients(device):
 # --- in 4 bits ------------------------------------------------------------------------------------
 
 
-IN_4_BITS = {  # the family, its dtype, LoraConfig's options, how it is quantised, Fusion's options
+IN_MXFP4 = {"quant_type": "mxfp4"}
+# the family, its dtype, LoraConfig's options, how it is quantised, Fusion's options
+IN_4_BITS = {
     "frozen": ("Qwen3-MoE", torch.float32, FROZEN, {}, {}),
     "checkpointed": ("Qwen3-MoE", torch.bfloat16, EXPERTS, {}, {"checkpoint": "full"}),
     "FP4, simple scales": (
         "Qwen3-MoE", torch.float32, EXPERTS, {"quant_type": "fp4", "double_quant": False}, {},
     ),
     "clamped, by columns": ("gpt-oss", torch.bfloat16, FROZEN, {}, {}),
+    "MXFP4": ("Qwen3-MoE", torch.float32, SETTINGS["ranks that differ"][0], IN_MXFP4, {}),
+    "MXFP4, checkpointed": ("gpt-oss", torch.bfloat16, EXPERTS, IN_MXFP4, {"checkpoint": "full"}),
+    "MXFP4, frozen": ("gpt-oss", torch.bfloat16, FROZEN, IN_MXFP4, {}),
 }  # fmt: skip
 
 
 def in_4_bits(name, device):
     """Return a model with experts in 4 bits, and one with the weights that these stand for."""
     family, dtype, lora, options, _ = IN_4_BITS[name]
-    model = moe_model(device, dtype, family=family, classes=FAMILIES[family].classes, **lora)
+    config = dict.fromkeys(("moe_intermediate_size", "intermediate_size"), 64)
+    config |= dict.fromkeys(("num_experts", "num_local_experts"), 32)
+    model = moe_model(
+        device, dtype, config, family=family, classes=FAMILIES[family].classes, **lora
+    )
     plain = copy.deepcopy(model)
     assert quantize_experts(model, **options) == everywhere("mlp.experts")
     pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
@@ -135,16 +156,19 @@ def in_4_bits(name, device):
 
 @pytest.mark.parametrize("name", IN_4_BITS)
 def test_experts_in_4_bits_train_as_what_they_stand_for(name, device):
-    """Bit for bit, though both layers' weights lie in the same memory."""
+    """Bit for bit, though both layers' weights lie in the same memory, and some rows of experts
+    without tokens are not even numbers."""
     fusion = Fusion(mlp=True, **IN_4_BITS[name][-1])
     models = coded, _ = in_4_bits(name, device)
     for model in models:
         assert fuse(model, fusion).left == report(model).left == {}
     assert len(coded._ddp_params_and_buffers_to_ignore) == 4
+    loss_of(coded)
+    memories = [one.memory.fill_(torch.nan) for one in memories_of(coded).values()]
     got, want = (step(model, length=5) for model in models)
     assert got.functions == want.functions == {"LoRA_Experts": 2}
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[one], want[one]) for one in want)
+    assert_equal(got, want)
+    assert len(memories) == 2 and 0 < memories[0].isnan().sum() < memories[0].numel()
     moved = copy.deepcopy(coded).float().to(coded.dtype)
     assert torch.equal(step(moved, length=5)["loss"], want["loss"])
     for model in models:
@@ -154,20 +178,65 @@ def test_experts_in_4_bits_train_as_what_they_stand_for(name, device):
     assert_close(got, want, 1e-5)
 
 
+@pytest.mark.parametrize("policy", ["none", "full", "offload"])
+def test_experts_are_written_twice_a_step_and_the_last_once(policy, monkeypatch, device):
+    model, _ = in_4_bits("frozen", device)
+    fuse(model, Fusion(**ALL, checkpoint=policy))
+    written, write = Counter(), Dequantize4bit.write
+
+    def count(self, *given):
+        written[self] += 1
+        write(self, *given)
+
+    monkeypatch.setattr(Dequantize4bit, "write", count)
+    step(model, length=5)
+    assert sorted(written.values()) == [1, 2]
+
+
+def test_a_backward_has_the_experts_of_its_own_tokens(device):
+    """The memory has those of other tokens, of the same layer."""
+    models = in_4_bits("MXFP4", device)
+    gradients = []
+    for model in models:
+        fuse(model, MLP_ON)
+        loss, _ = (loss_of(model, batch(model, seed=seed)) for seed in (3, 4))
+        gradients.append(values_of(model, loss))
+    assert_equal(*gradients)
+
+
 def test_adapters_of_experts_in_4_bits_are_saved_and_the_base_is_not(device, tmp_path):
     models = coded, _ = in_4_bits("checkpointed", device)
     for model, folder in zip(models, "ab", strict=True):
         fuse(model, MLP_ON)
         model.save_pretrained(tmp_path / folder)
     got, want = (load_file(tmp_path / one / "adapter_model.safetensors") for one in "ab")
-    assert got.keys() == want.keys() and all(torch.equal(got[one], want[one]) for one in want)
+    assert_equal(got, want)
     weight = experts_of(coded.float()).get_base_layer().down_proj
     assert weight.dtype == (weight + 0).dtype == torch.float32
-    for change in (lambda: weight.mul_(2), coded.merge_adapter):
-        with pytest.raises(RuntimeError, match="in 4 bits"):
-            change()
+    with pytest.raises(RuntimeError, match=r"experts in 4 bits cannot be torch\.float64"):
+        coded.double()
+    with pytest.raises(RuntimeError, match="give it experts in 4 bits as ignored_params"):
+        weight.chunk(2)  # as fully_shard does
     with pytest.raises(RuntimeError, match="save the adapters alone"):
         torch.save(coded.state_dict(), tmp_path / "base")
+
+
+@pytest.mark.parametrize("safe_merge", [False, True])
+@pytest.mark.parametrize("name", ["FP4, simple scales", "MXFP4", "MXFP4, checkpointed"])
+def test_adapters_are_merged_into_codes(name, safe_merge, device):
+    """As PEFT merges them into a linear layer in 4 bits: the sum is quantised again."""
+    models = coded, plain = in_4_bits(name, device)
+    for model in models:
+        fuse(model, MLP_ON)
+        model.merge_adapter(safe_merge=safe_merge)
+    quantize_experts(plain, **IN_4_BITS[name][3])
+    coded_weight, weight = (experts_of(model).get_base_layer().down_proj for model in models)
+    assert torch.equal(coded_weight + 0, weight + 0)
+    assert "adapters are merged" in report(coded).left[everywhere("mlp.experts")[0]]
+    got, want = (model(**batch(model)).logits for model in models)
+    assert torch.equal(got, want)
+    coded.unmerge_adapter()
+    assert step(coded, length=5).functions == {"LoRA_Experts": 2}
 
 
 def test_a_model_without_experts_is_an_error(device):

@@ -10,10 +10,12 @@ from cases.four_bit_case import values_times_scales
 from cases.operands import BF16, DTYPES, FP16, FP32
 from cases.reference import random, seeded
 from cases.refusal import apart, assert_refused, on_meta
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fused_lora.kernels import dequantize_4bit as module
 from fused_lora.kernels.dequantize_4bit import MAX_TABLES, Dequantize4bit, dequantize_4bit
-from fused_lora.kernels.packed_4bit import Nested, Packed4bit
+from fused_lora.kernels.packed_4bit import Nested, Packed4bit, dequantized
+from fused_lora.weights.mxfp4 import packed_in_mxfp4
 
 FP4 = [0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4]
 VALUES = {"nf4": [i / 7.5 - 1 + i / 100 for i in range(16)], "fp4": FP4 + [-x for x in FP4]}
@@ -118,6 +120,36 @@ def test_bits_are_those_of_bitsandbytes(kind, dtype, is_nested, device):
         want.append(functional.dequantize_4bit(codes, state).view(shape))
         assert torch.equal(want[-1], eager(weights[-1], dtype)), "a fault of bitsandbytes"
     assert_dequantized(weights, rows_for(weights, dtype, device), want)
+
+
+@EACH_DTYPE
+def test_bits_of_mxfp4_are_those_of_transformers(dtype, device):
+    """Beside a weight of bitsandbytes."""
+    generator = seeded(0)
+    blocks = torch.randint(256, (3, 10, 5, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(110, 134, (3, 10, 5), dtype=torch.uint8, generator=generator)
+    weight = packed_in_mxfp4(blocks.to(device), scales.to(device))
+    want = convert_moe_packed_tensors(blocks, scales, dtype=FP32).mT.reshape(30, 160)
+    want = want.to(device, dtype)
+    assert torch.equal(dequantized(weight, dtype).view(torch.uint8), want.view(torch.uint8))
+    weights = [packed((8, 128), 64, True, device=device), weight]
+    rows = rows_for(weights, dtype, device)
+    assert_dequantized(weights, rows, [eager(weights[0], dtype), want])
+
+
+@NESTED
+def test_rows_of_experts_without_tokens_are_left(is_nested, device):
+    """Only tiles of 64 rows that experts 1 and 4 of six have a part of are written."""
+    weights = [packed(shape, 64, is_nested, device=device) for shape in ((480, 64), (192, 64))]
+    rows = [torch.full(one.shape, 7.0, dtype=BF16, device=device) for one in weights]
+    ends = torch.tensor([0, 2, 2, 2, 3, 3], dtype=torch.int32, device=device)
+    dequantize_4bit(weights, rows, ends)
+    tiles = ((64, 192), (320, 448)), ((0, 64), (128, 192))
+    for one, weight, spans in zip(rows, weights, tiles, strict=True):
+        want = torch.full_like(one, 7.0)
+        for first, last in spans:
+            want[first:last] = eager(weight, BF16)[first:last]
+        assert torch.equal(one, want)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +267,21 @@ def test_a_graph_dequantizes_what_the_codes_are_at_its_replay(device):
     weights[0].codes.add_(1)
     graph.replay()
     assert torch.equal(rows[0], eager(weights[0], BF16))
+
+
+@pytest.mark.gpu
+def test_a_graph_leaves_the_experts_that_get_no_tokens_at_its_replay(device):
+    dequantize, weights = Dequantize4bit(), [packed((128, 64), 64, True, device=device)]
+    rows, graph = rows_for(weights, BF16, device, 0, 0), torch.cuda.CUDAGraph()
+    ends = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    dequantize.write(0, lambda: (weights, rows), ends)
+    with torch.cuda.graph(graph):
+        dequantize.write(0, lambda: (weights, rows), ends)
+    rows[0].fill_(7.0)
+    ends.copy_(torch.tensor([0, 2]))
+    graph.replay()
+    assert (rows[0][:64] == 7.0).all()
+    assert torch.equal(rows[0][64:], eager(weights[0], BF16)[64:])
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from cases import families_case
-from cases.four_bit_case import prepared, quantised
+from cases.four_bit_case import prepared, quantised, with_experts
 from cases.fp8_case import CONFIG
 from cases.fused_case import ALL
 from cases.graph_case import (
@@ -52,6 +52,7 @@ FUSED = {
         Fusion(**ALL | {"cross_entropy": False}, layer=True, fp8=True, checkpoint="full"),
     ),
     "experts": ("Qwen3-MoE", Fusion(**ALL)),
+    "experts in 4 bits": ("Qwen3-MoE", Fusion(**ALL), {"change": with_experts}),
     "delta nets": ("Qwen3.5", Fusion(**ALL, layer=True, checkpoint="full")),
     "convolutions": ("LFM2", Fusion(**ALL, layer=True)),
 }
@@ -80,6 +81,8 @@ def test_fused_model_is_trained_as_by_the_eager_loop(device, fused, autocast):
         model = peft_model(device, family, dtype, config, **dict(*lora))
     else:
         model = families_case.FAMILIES[family].peft_model(device, dtype).train()
+        for change in dict(*lora).values():
+            change(model)
     context = partial(torch.autocast, "cuda", torch.bfloat16, enabled=autocast)
     both = steps(model, 2**-12, fusion, autocast=context, max_grad_norm=1.0)
     schedulers = [halving(one.optimizer) for one in both]
