@@ -158,7 +158,7 @@ def _why_not_gate(base: Any, is_clamped: bool) -> str | None:
 def _matrices(read: AdaptedParameter, gate: ClampedGate) -> Tensor:
     """Return a weight as [experts, out, in]."""
     weight = read.weight if read.base is None else read.weight.view(read.base.shape)
-    return weight.mT if gate is not SWIGLU else weight
+    return weight.mT if gate.limit else weight
 
 
 def experts_forward(wrapper: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
