@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..reading.forms import MixtureForm
 from ..reading.known import known_form, why_not_class
 from ..reading.projection import Projection, why_call
 from ..reading.refusal import Refusal, attempt, refuse
@@ -19,6 +20,7 @@ from .mlp import read_mlp, run_mlp
 class Mixture(NamedTuple):
     """A mixture of experts as it is now."""
 
+    form: MixtureForm
     experts: ReadExperts
     shared: tuple[Projection, ...]  # of its shared experts, none where it has none
 
@@ -36,7 +38,7 @@ def read_mixture(module: Any) -> Mixture:
     refuse(f"{form.experts}: {reason}" if reason else None)
     shared, reason = attempt(_read_shared, getattr(module, form.shared) if form.shared else None)
     refuse(f"{form.shared}: {reason}" if reason else None)
-    return Mixture(experts, shared)
+    return Mixture(form, experts, shared)
 
 
 def _read_shared(mlp: Any) -> tuple[Projection, ...]:
@@ -44,14 +46,14 @@ def _read_shared(mlp: Any) -> tuple[Projection, ...]:
         return ()
     refuse(why_call(mlp, own_forward=False))
     reads = read_mlp(mlp)
-    for name, reason in reads.left.items():
-        raise Refusal(f"{name}: {reason}")
+    if reads.left:
+        raise Refusal(": ".join(next(iter(reads.left.items()))))
     return tuple(reads.fit)
 
 
 def run_mixture(layer: Any, module: Any, read: Mixture, total: Tensor, normed: Tensor) -> Tensor:
     """Return the output of a layer with this mixture, from the residual and its norm."""
-    form = known_form(module, "Mixture")
+    form = read.form
     residual, x = total.flatten(0, 1), normed.flatten(0, 1)
     if read.shared:
         shared = run_mlp(layer, getattr(module, form.shared), read.shared, x)

@@ -260,14 +260,14 @@ class LoRA_Experts(torch.autograd.Function):
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Return each expert's rows [rows, in] times its weight's transpose [experts, out, in]."""
-    if not len(rows):
+    if not rows.shape[0]:  # len() of a tensor is a call in Python
         return rows.new_zeros(0, weights.shape[1])
     return F.grouped_mm(rows, weights.mT, offs=ends)
 
 
 def _by_expert(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return left' right [experts, m, n] over each expert's rows, for [rows, m] and [rows, n]."""
-    if not len(left):
+    if not left.shape[0]:
         return left.new_zeros(len(ends), left.shape[1], right.shape[1])
     return F.grouped_mm(left.t(), right, offs=ends)  # zeros for an expert without rows
 
