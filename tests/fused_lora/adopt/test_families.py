@@ -12,7 +12,6 @@ from cases.families_case import (
     UNKNOWN,
     USUAL,
     WINDOW,
-    everywhere,
 )
 from cases.fused_case import ALL, assert_close, assert_same, beside, values_of
 from cases.layer_case import operands_of
