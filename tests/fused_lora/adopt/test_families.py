@@ -185,7 +185,8 @@ def test_a_family_in_no_list_is_refused_by_name(device):
 
 
 def test_a_routers_loss_that_one_call_asks_for_is_added(device):
-    fused, plain, _ = pair("Mixtral", device)
+    plain = FAMILIES["Mixtral"].peft_model(device).train()
+    fused, _, _ = beside(plain, Fusion(**ALL, layer=True))
     inputs = inputs_of(plain, "Mixtral")
     got, want = (model(**inputs, output_router_logits=True) for model in (fused, plain))
     assert want.aux_loss is not None

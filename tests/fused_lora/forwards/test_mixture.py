@@ -142,6 +142,14 @@ def test_a_mixture_that_its_class_has_to_run_says_why(reason, device):
     assert functions["DecoderLayer"] == 2 and functions["LoRA_Experts"] == 1
 
 
+def test_experts_in_another_dtype_than_attention_are_refused(device):
+    plain = model(device, "Qwen3-MoE", torch.float32)
+    for layer in plain.get_base_model().model.layers:
+        layer.mlp.experts.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="compute in torch.bfloat16 and torch.float32"):
+        beside(plain, LAYER)
+
+
 def test_noise_in_a_router_is_left_to_its_class(device):
     plain = model(device, "Mixtral", config={"router_jitter_noise": 0.1})
     _, _, done = beside(plain, LAYER)
