@@ -130,7 +130,8 @@ def read_experts(outermost: Any) -> ReadExperts:
         parameters.append(one)
     if len({one.weight.dtype for one in parameters}) > 1:
         raise Refusal("its weights are of two dtypes: give both one")
-    return ReadExperts(*parameters, gate)
+    gate_up, down = parameters
+    return ReadExperts(gate_up, down, gate)
 
 
 def _adapter_of(wrapper: Any) -> tuple:
@@ -186,7 +187,8 @@ def run_experts(
     )  # fmt: skip
 
     def run(output_needed: bool) -> Tensor:
-        now, adapters = frozen._replace(output_needed=output_needed), (both.A, both.B, down.A, down.B)
+        now = frozen._replace(output_needed=output_needed)
+        adapters = both.A, both.B, down.A, down.B
         return LoRA_Experts.apply(x, weights, *adapters, residual, chosen, now)
 
     return saving_last(run)

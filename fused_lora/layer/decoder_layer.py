@@ -56,8 +56,8 @@ class DecoderLayer(torch.autograd.Function):
         for block in blocks:
             hidden = block(hidden)  # what each computes is in its own docstring
 
-    with the projections' lora_dropout in training. Where the last block has a norm_next, return
-    ``hidden, norm_next(hidden)``.
+    with the projections' lora_dropout in training. An attention or a mixer alone may have a
+    norm_next: then ``hidden, norm_next(hidden)``.
 
     Args:
         hidden: [batch, positions, hidden], bf16, fp16 or fp32, of any strides, batch 0 included. It
@@ -73,9 +73,10 @@ class DecoderLayer(torch.autograd.Function):
             hidden's dtype.
 
     Returns:
-        [batch, positions, hidden], new, in hidden's dtype, twice with a norm_next. Everything between matmuls is fp32 and
-        rounds once. Each gradient has the dtype of its tensor, and exists only if that tensor
-        requires one. The gradients of A and B are contiguous. hidden's is not: its rows are padded.
+        [batch, positions, hidden], new, in hidden's dtype, twice with a norm_next. Everything
+        between matmuls is fp32 and rounds once. Each gradient has the dtype of its tensor, and
+        exists only if that tensor requires one. The gradients of A and B are contiguous. hidden's
+        is not: its rows are padded.
 
     Saved for backward: hidden (by BeforeMixer, if there is a mixer), cos, sin, mask, all norms, the
     adapters and what the blocks' files list: 70.2 kB a token of Qwen2.5-3B. The buffers are kept
@@ -168,7 +169,7 @@ class DecoderLayer(torch.autograd.Function):
             if (rstd := saved.rstd) is not None:
                 norm = blocks[-1].frame.norm_next
                 gradient = runs[-1].total_gradient(
-                    *map(as_rows, grad_normed), gradient.total, residuals.pop(), norm, rstd, None
+                    as_rows(grad_normed[0]), gradient.total, residuals.pop(), norm, rstd, None
                 )
             dtype = saved.dtype
             del saved  # what a block has saved can go once its backward is through

@@ -57,7 +57,8 @@ class Frame(NamedTuple):
     filling: Filling
     norm_after: Norm | None = None  # of what is added to the residual; None: as it is
     multiplier: float = 1.0  # likewise
-    # of the residual after the layer's last block, for what follows it; frozen. None: nothing does
+    # of the residual behind an attention or a mixer alone, for what follows; frozen. None: there is
+    # nothing
     norm_next: Norm | None = None
     adds: bool = True  # False: the output is what would be added, in the buffers' dtype
     columns_before: int = 0  # of rows for hidden's gradient, which the layer before takes; 0: any

@@ -146,7 +146,7 @@ def test_experts_in_another_dtype_than_attention_are_refused(device):
     plain = model(device, "Qwen3-MoE", torch.float32)
     for layer in plain.get_base_model().model.layers:
         layer.mlp.experts.to(torch.bfloat16)
-    with pytest.raises(ValueError, match="compute in torch.bfloat16 and torch.float32"):
+    with pytest.raises(ValueError, match=r"compute in torch\.bfloat16 and torch\.float32"):
         beside(plain, LAYER)
 
 
