@@ -356,7 +356,7 @@ FAULTS = (
           "blocks"),
     Fault("fused_lora/forwards/layer_reading.py", "(why_not_frozen if has_mixture else",
           "(why_not_within if has_mixture else", "mixture"),
-    Fault("fused_lora/forwards/layer_reading.py", "_why_not_one_dtype(every + mixture)",
+    Fault("fused_lora/forwards/layer_reading.py", "_why_not_one_dtype(every + its)",
           "_why_not_one_dtype(every)", "mixture"),
     Fault("fused_lora/forwards/mixture.py", "(x).sigmoid() * shared", "(x) * shared", "mixture"),
     Fault("fused_lora/forwards/mixture.py", "residual = residual + shared", "residual = shared",

@@ -136,8 +136,11 @@ def read_groups(layer: Any, kind: type[Border]) -> Running:
     refuse(mixing.reason or None)
     groups = [*mixing.reads, *(mlp.reads or ([], []))]
     every = [read for reads in groups for read in reads]
-    mixture = [] if mlp.mixture is None else [*mlp.mixture.experts[:2], *mlp.mixture.shared]
-    refuse(_why_not_one_dtype(every + mixture))
+    refuse(_why_not_one_dtype(every))
+    if (mixture := mlp.mixture) is not None:
+        its = [*mixture.experts[:2], *mixture.shared]
+        if reason := _within(layer_form(layer).mlp, _why_not_one_dtype(every + its)):
+            mlp = BlockRead([], reason)
     if has_mixer(layer) and any(map(trains_bias, every)):
         raise Refusal(
             "an adapter has a bias, or a bias is trained: neither runs in a layer with "
