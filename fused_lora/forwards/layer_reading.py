@@ -38,10 +38,16 @@ from .rms_norm import active_norm, why_mixed, why_not_frozen, why_not_within
 
 def read_layer(layer: Any, kind: type[Border] | None = None) -> dict[str, str]:
     """Raise a Refusal if no block of a layer can run now, on borders of the kind asked for. Return
-    what of it is a library's, and slow, and under "" why it does not run whole."""
-    left = read_running(layer, kind).left
+    what of it is a library's, and slow, or not in that precision, and under "" why it does not run
+    whole."""
+    running, borders = read_running(layer, kind), borders_of(layer)
     refuse(FLATTENED if is_flattened_in(layer) else None)
-    return why_slow(layer) | ({"": left} if left else {})
+    left = why_slow(layer) | ({"": running.left} if running.left else {})
+    precision = (kind or (DefaultBorder if borders is None else borders.kind)).precision
+    if precision and running.mixture is not None:
+        experts = f"{layer_form(layer).mlp}.{running.mixture.form.experts}"
+        left[experts] = f"they do not run{precision}, but in 16 bits"
+    return left
 
 
 def children_in_blocks(layer: Any, left: dict[str, str]) -> list[str]:

@@ -20,6 +20,9 @@ EXPERTS_ALONE = {"target_modules": [], **EXPERTS}
 MANY = TOP_2 | {"num_experts": 16, "num_local_experts": 16}
 
 
+ONE_OF_MANY = MANY | {"moe_num_experts": 16, "num_experts_per_tok": 1, "moe_k": 1}
+
+
 def model(device, name, dtype=torch.bfloat16, config=None, **lora):
     family = FAMILIES[name]
     family = replace(family, config=family.config | (config or {}))
@@ -74,7 +77,7 @@ def send_all_to_one(one):
     ("name", "config", "change", "length"),
     [
         ("Mixtral", MANY, train_routers, 5),
-        ("ERNIE 4.5, mixture", {"moe_num_experts": 16, "moe_k": 1}, send_all_to_one, 5),
+        ("ERNIE 4.5, mixture", ONE_OF_MANY, send_all_to_one, 5),
         ("Qwen3-MoE", MANY, train_routers, 2),
         ("ERNIE 4.5, mixture", {"moe_num_shared_experts": 0}, train_routers, 5),
     ],
@@ -148,6 +151,14 @@ def test_experts_in_another_dtype_than_attention_are_left_to_their_class(device)
         layer.mlp.experts.to(torch.bfloat16)
     (reason,) = set(beside(plain, LAYER)[2].left.values())
     assert reason == "mlp: its projections compute in torch.bfloat16 and torch.float32"
+
+
+def test_experts_of_layers_in_fp8_are_said_to_be_in_16_bits(device):
+    plain = model(device, "Qwen3-MoE", config={"hidden_size": 64, "head_dim": 32})
+    done = beside(plain, Fusion(layer=True, fp8=True))[2]
+    reason = "they do not run in FP8, but in 16 bits"
+    assert done.left == dict.fromkeys(everywhere("mlp.experts"), reason)
+    assert done.counts["layer"] == "2 of 2 layers in FP8"
 
 
 def test_noise_in_a_router_is_left_to_its_class(device):
