@@ -167,10 +167,11 @@ class DecoderLayer(torch.autograd.Function):
             first = None if hidden is None else as_rows(hidden)
             residuals, left = [first, *saved.totals], list(saved.saved)
             if (rstd := saved.rstd) is not None:
-                norm = blocks[-1].frame.norm_next
+                total, norm = saved.totals[-1], blocks[-1].frame.norm_next
                 gradient = runs[-1].total_gradient(
-                    as_rows(grad_normed[0]), gradient.total, residuals.pop(), norm, rstd, None
+                    as_rows(grad_normed[0]), gradient.total, total, norm, rstd, None
                 )
+                del residuals[-1], total
             dtype = saved.dtype
             del saved  # what a block has saved can go once its backward is through
             for i in reversed(range(len(blocks))):
