@@ -242,13 +242,14 @@ OPERATIONS = {
         ),
         Operation(
             "LoRA_Experts", LoRA_Experts.apply, experts_case.eager, make_lora_experts,
-            ("x", "weights", *experts_case.NAMES), saved=("x", "frozen.gate_up_weight"),
+            ("x", "weights", *experts_case.NAMES, "residual"),
+            saved=("x", "frozen.gate_up_weight"),
             usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
             options={"r": ((4, 8), (16, 1), (0, 8)), "spread": ("usual", "one")},
         ),
         Operation(
             "LoRA_Experts, clamped gate", LoRA_Experts.apply, experts_case.eager,
-            partial(make_lora_experts, gate=ClampedGate(1.702, 4.0)),
+            partial(make_lora_experts, gate=ClampedGate(1.702, 4.0), residual=False),
             ("x", "weights", *experts_case.NAMES), saved=("x", "frozen.gate_up_weight"),
             usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
         ),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers.integrations import moe
@@ -43,16 +44,39 @@ IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 
 class AdaptedParameter(NamedTuple):
     """A parameter of experts as it is now: its weight [experts, out, in] and bias [experts, out],
-    and its adapter's A [experts, r, in] and B [experts, out, r], None if none is active. In 4 bits
-    weight is [experts out, in] and only stands for what `in_memory` gives."""
+    and its adapter's A and B as PEFT lays them out, None if none is active. All are the module's
+    own tensors."""
 
     weight: Tensor
     bias: Tensor | None
     A: Tensor | None = None
     B: Tensor | None = None
     scaling: float = 0.0
-    base: ExpertWeight | None = None  # its codes
-    is_packed: bool = False
+    base: ExpertWeight | None = None  # the weight, where it is in 4 bits
+    is_packed: bool = False  # and its matrix [experts out, in] is not `in_memory` yet
+
+    def by_expert(self) -> "AdaptedParameter":
+        """Return it with A [experts, r, in] and B [experts, out, r], and in 4 bits with a weight
+        that only stands for what `in_memory` gives."""
+        weight = self.weight if self.base is None else self.base.stand_in()
+        if self.A is None or self.B is None:
+            return self._replace(weight=weight)
+        count = len(self.weight)
+        A = self.A.view(count, -1, self.A.shape[1])
+        B = self.B.view(len(self.B), -1, count).permute(2, 0, 1)
+        return self._replace(weight=weight, A=A, B=B)
+
+
+class ReadExperts(NamedTuple):
+    """Experts as they are now."""
+
+    gate_up: AdaptedParameter
+    down: AdaptedParameter
+    gate: ClampedGate
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gate_up.weight.dtype
 
 
 def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -66,8 +90,7 @@ def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def read_experts(outermost: Any) -> tuple[AdaptedParameter, AdaptedParameter, ClampedGate]:
-    """Return gate_up, down and the gate of experts as they are now."""
+def read_experts(outermost: Any) -> ReadExperts:
     refuse(why_not_own_forward(outermost))
     adapters: dict[str, tuple] = {}
     module = outermost
@@ -106,14 +129,16 @@ def read_experts(outermost: Any) -> tuple[AdaptedParameter, AdaptedParameter, Cl
         refuse(why_not_sizes(*weight.shape[1:]))
         one = AdaptedParameter(weight, bias, *adapters.get(name, ()))
         if isinstance(weight, ExpertWeight):
-            one = one._replace(weight=weight.stand_in(), base=weight, is_packed=True)
+            one = one._replace(base=weight, is_packed=True)
         parameters.append(one)
+    if len({one.weight.dtype for one in parameters}) > 1:
+        raise Refusal("its weights are of two dtypes: give both one")
     gate_up, down = parameters
-    return gate_up, down, gate
+    return ReadExperts(gate_up, down, gate)
 
 
 def _adapter_of(wrapper: Any) -> tuple:
-    """Return A, B and scaling of a wrapper's active adapter by expert, () if it has none."""
+    """Return A, B and scaling of a wrapper's active adapter, () if it has none."""
     if wrapper.merged:
         raise Refusal("adapters are merged into the weight: unmerge_adapter() takes them out")
     adapter = None if wrapper.disable_adapters else active_adapter(wrapper)
@@ -122,10 +147,7 @@ def _adapter_of(wrapper: Any) -> tuple:
     scaling = wrapper.scaling[adapter]
     if isinstance(scaling, Tensor):
         raise Refusal("its scaling is a tensor: hotswap_adapter works without it")
-    A, B = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    count = wrapper.num_experts
-    by_expert = A.view(count, -1, A.shape[1]), B.view(len(B), -1, count).permute(2, 0, 1)
-    return *by_expert, float(scaling)
+    return wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, float(scaling)
 
 
 def _why_not_gate(base: Any, is_clamped: bool) -> str | None:
@@ -137,36 +159,39 @@ def _why_not_gate(base: Any, is_clamped: bool) -> str | None:
     )
 
 
-def _why_not_dtype(x: Tensor, read: tuple) -> str:
-    dtype = compute_dtype(x)
-    for one in read[:2]:
-        if one.weight.dtype != dtype:
-            return f"its weights are {one.weight.dtype}, computation {dtype}: give both one dtype"
-    return ""
-
-
-def _by_expert(read: AdaptedParameter, gate: ClampedGate) -> Tensor:
+def _matrices(read: AdaptedParameter, gate: ClampedGate) -> Tensor:
     """Return a weight as [experts, out, in]."""
     weight = read.weight if read.base is None else read.base.shaped(read.weight)
-    return weight.mT if gate is not SWIGLU else weight
+    return weight.mT if gate.limit else weight
 
 
 def experts_forward(wrapper: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
     read, reason = attempt(read_experts, wrapper)
     if len(rest) != 2 or options:
         reason = "it was given something else than tokens, their experts and routing weights"
-    if reason := reason or _why_not_dtype(x, read):
+    if not reason and read.dtype != (dtype := compute_dtype(x)):
+        reason = f"its weights are {read.dtype}, computation {dtype}: give both one dtype"
+    if reason:
         return step_aside(wrapper, reason, x, *rest, **options)
     chosen, weights = rest
-    *read, gate = read
-    (both, down), buffers = in_memory(wrapper, read)
+    return run_experts(wrapper, read, x, weights, chosen).to(x.dtype)
+
+
+def run_experts(
+    owner: nn.Module, read: ReadExperts, x: Tensor, weights: Tensor, chosen: Tensor,
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run experts as one function. owner: the module whose forward this is."""
+    gate = read.gate
+    (both, down), buffers = in_memory(owner, [read.gate_up.by_expert(), read.down.by_expert()])
     frozen = FrozenExperts(
-        _by_expert(both, gate), _by_expert(down, gate), both.scaling, down.scaling, gate,
+        _matrices(both, gate), _matrices(down, gate), both.scaling, down.scaling, gate,
         both.bias, down.bias, write=partial(write_again, buffers) if buffers else None,
     )  # fmt: skip
 
     def run(output_needed: bool) -> Tensor:
         now = frozen._replace(output_needed=output_needed)
-        return LoRA_Experts.apply(x, weights, both.A, both.B, down.A, down.B, chosen, now)
+        adapters = both.A, both.B, down.A, down.B
+        return LoRA_Experts.apply(x, weights, *adapters, residual, chosen, now)
 
-    return saving_last(run).to(x.dtype)
+    return saving_last(run)

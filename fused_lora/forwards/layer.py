@@ -1,8 +1,9 @@
 """The switch `layer`: the forward of a whole decoder layer, on buffers of weights.
 
-`layer_reading.py` reads the layer. It runs as one function, or with a mixer as two around that. If
-its MLP cannot, as no mixture of experts can, attention or the mixer still runs as a block. A layer
-that cannot do that either runs its other fused parts one by one. Both warn once.
+`layer_reading.py` reads the layer. It runs as one function, or with a mixer as two around that. A
+mixture of experts follows as a function of its own (`mixture.py`). If an MLP cannot run so,
+attention or the mixer still runs as a block. A layer that cannot do that either runs its other
+fused parts one by one. Both warn once.
 """
 
 from collections.abc import Sequence
@@ -32,12 +33,14 @@ from ..reading.refusal import attempt, refuse
 from ..reading.site import KERNELS_WANT_A_GPU
 from ..rerun import once, saving_last
 from ..weights.borders import Border, borders_of
+from ..weights.four_bit_parts import why_not_input
 from ..weights.sharded_weight import ShardedWeight
 from . import layer_reading as reading
 from .attend import mask_for_attention
 from .attention import attention_block, in_call
 from .linear import trained_by, with_reads
 from .mixer_layer import has_mixer, run_mixer
+from .mixture import Mixture, run_mixture
 from .mlp import activation_of
 from .rms_norm import active_norm, after_attention, finished, normed_layer_forward
 
@@ -74,8 +77,9 @@ class LayerOperands(NamedTuple):
 
     trained: tuple[Tensor | None, ...]  # by the blocks
     mixing: AttentionBlock | MixerBlock
-    mlp: MLPBlock | None  # None: the class's forward runs it
-    left: str  # the reason for that
+    mlp: MLPBlock | None  # None: there is a mixture, or the class's forward runs it
+    mixture: Mixture | None
+    left: str  # the reason why the class's forward runs it; "": it does not
     norms_dtype: torch.dtype
     weights_dtype: torch.dtype
     # projections that the trained ones are computed from, in every call and in its recompute as
@@ -89,12 +93,14 @@ def _read_call(layer: Any, hidden: Tensor, call: dict[str, Any]) -> LayerOperand
 
     def read() -> LayerOperands:
         running = reading.read_running(layer)
-        weight = running.groups[0][0].weight
-        refuse(reading.why_not_hidden(hidden, reading.dtype_of(layer), weight.dtype))
+        norms = reading.dtype_of(layer)
+        refuse(reading.why_not_hidden(hidden, norms, running.weights_dtype(norms)))
         return read_operands(layer, running)
 
     found = unchanged.result(layer, read, _without_buffers, _with_buffers)
     refuse(reading.why_not_hidden(hidden, found.norms_dtype, found.weights_dtype))
+    if found.mixture is not None:
+        refuse(why_not_input(hidden, found.mixture.shared) or None)
     return found
 
 
@@ -126,7 +132,7 @@ def _with(found: LayerOperands, qkv: Any, o: Any, gate_up: Any, down: Any) -> La
 
 
 def _run(layer: Any, operands: LayerOperands, hidden: Tensor, call: dict[str, Any]) -> Tensor:
-    trained, mixing, mlp, *_, computed_from = operands
+    trained, mixing, mlp, mixture, *_, computed_from = operands
     if computed_from:
         parts, _ = reading.parts_and_ranks(layer, computed_from)
         trained = trained_by([*chain(*parts[:2])], mixing.frame)
@@ -153,8 +159,10 @@ def _run(layer: Any, operands: LayerOperands, hidden: Tensor, call: dict[str, An
         )  # fmt: skip
     layer_input = call.get("per_layer_input")
     if mlp is None:
-        total = DecoderLayer.apply(hidden, found, gate, *trained, (mixing,))
-        return after_attention(layer, total, layer_input)
+        output = DecoderLayer.apply(hidden, found, gate, *trained, (mixing,))
+        if mixture is not None:
+            return run_mixture(layer, reading.mlp_of(layer), mixture, *output)
+        return after_attention(layer, output, layer_input)
 
     def run(output_needed: bool) -> Tensor:
         blocks = mixing, mlp._replace(output_needed=output_needed)
@@ -167,7 +175,7 @@ def read_operands(layer: Any, running: reading.Running) -> LayerOperands:
     """Return a layer's operands, whose weights are in buffers then."""
     borders = borders_of(layer)
     assert borders is not None
-    reads, left = running
+    reads, left, mixture = running
     parts, ranks = reading.parts_and_ranks(layer, reads)
     dtype = reading.dtype_of(layer)
     found: Any = borders.find_or_make(reads, parts, ranks, dtype)
@@ -177,11 +185,12 @@ def read_operands(layer: Any, running: reading.Running) -> LayerOperands:
     before, after, before_mlp, after_mlp = reading.names_of_norms(form)
     trained, first = with_reads([*chain(*parts[:2])], Frame(
         _norm(layer, before), qkv, o, borders, _norm(layer, after), multiplier,
+        norm_next=None if mixture is None else _norm(layer, before_mlp),
         # the layer before has a down like this one
-        columns_before=0 if left else down.grad_columns,
+        columns_before=0 if down is None else down.grad_columns,
     ))  # fmt: skip
     mlp = None
-    if not left:
+    if down is not None:
         its, second = with_reads([*chain(*parts[2:])], Frame(
             _norm(layer, before_mlp), gate_up, down, borders, _norm(layer, after_mlp), multiplier,
             masks_before=sum(map(len, parts[:2])),
@@ -193,7 +202,7 @@ def read_operands(layer: Any, running: reading.Running) -> LayerOperands:
     return LayerOperands(
         trained,
         MixerBlock(first) if has_mixer(layer) else attention_block(layer.self_attn, first),
-        mlp, left, dtype, reads[0][0].weight.dtype,
+        mlp, mixture, left, dtype, running.weights_dtype(dtype),
         tuple(map(tuple, reads)) if is_computed else (),
     )  # fmt: skip
 

@@ -14,7 +14,6 @@ from ..foreign.ownership import fused_parts_of
 from ..foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
 from ..foreign.versions import CACHE
 from ..reading.aside import why_unloaded
-from ..reading.families import MIXTURE_OF_EXPERTS
 from ..reading.forms import LayerForm
 from ..reading.four_bit import why_not_alike
 from ..reading.known import inner_norm, known_form, layer_form, why_not_class, why_not_whole
@@ -32,16 +31,23 @@ from .attend import (
 from .attention import split_qkv
 from .linear import bases_under, largest_ranks
 from .mixer_layer import has_mixer, mixer_of, noun_of, why_not_mixer, why_slow
+from .mixture import Mixture, read_mixture
 from .mlp import split_gate_up, why_not_activation
-from .rms_norm import active_norm, why_mixed, why_not_within
+from .rms_norm import active_norm, why_mixed, why_not_frozen, why_not_within
 
 
 def read_layer(layer: Any, kind: type[Border] | None = None) -> dict[str, str]:
     """Raise a Refusal if no block of a layer can run now, on borders of the kind asked for. Return
-    what of it is a library's, and slow, and under "" why it does not run whole."""
-    left = read_running(layer, kind).left
+    what of it is a library's, and slow, or not in that precision, and under "" why it does not run
+    whole."""
+    running, borders = read_running(layer, kind), borders_of(layer)
     refuse(FLATTENED if is_flattened_in(layer) else None)
-    return why_slow(layer) | ({"": left} if left else {})
+    left = why_slow(layer) | ({"": running.left} if running.left else {})
+    precision = (kind or (DefaultBorder if borders is None else borders.kind)).precision
+    if precision and running.mixture is not None:
+        experts = f"{layer_form(layer).mlp}.{running.mixture.form.experts}"
+        left[experts] = f"they do not run{precision}, but in 16 bits"
+    return left
 
 
 def children_in_blocks(layer: Any, left: dict[str, str]) -> list[str]:
@@ -76,8 +82,6 @@ def why_not_hidden(hidden: Tensor, norms: torch.dtype, weights: torch.dtype) -> 
     """Return the reason if a layer whose norms and weights have these dtypes cannot run as one on
     this input."""
     computed = compute_dtype(hidden)
-    if weights not in DTYPES:  # codes are not computed with
-        weights = norms
     if hidden.dtype == norms and computed == weights:
         return None
     return (
@@ -87,11 +91,18 @@ def why_not_hidden(hidden: Tensor, norms: torch.dtype, weights: torch.dtype) -> 
 
 
 class Running(NamedTuple):
-    """A layer as it runs now: its projections by buffer, none in those of an MLP that its class's
-    forward runs, and the reason for that."""
+    """A layer as it runs now: its projections by buffer, and its mixture of experts if it has one.
+    With neither for its MLP, its class's forward runs that, for the reason in `left`."""
 
     groups: list[list[Projection]]
     left: str = ""
+    mixture: Mixture | None = None
+
+    def weights_dtype(self, norms: torch.dtype) -> torch.dtype:
+        """Return the dtype that it computes in, given its norms'. Codes are not computed with."""
+        experts = [] if self.mixture is None else [self.mixture.experts.dtype]
+        found = [read.weight.dtype for group in self.groups for read in group] + experts
+        return next((dtype for dtype in found if dtype in DTYPES), norms)
 
 
 def read_running(layer: Any, asked: type[Border] | None = None) -> Running:
@@ -121,6 +132,7 @@ class BlockRead(NamedTuple):
 
     reads: list[list[Projection]]
     reason: str = ""
+    mixture: Mixture | None = None  # in place of projections
 
 
 def read_groups(layer: Any, kind: type[Border]) -> Running:
@@ -131,13 +143,17 @@ def read_groups(layer: Any, kind: type[Border]) -> Running:
     groups = [*mixing.reads, *(mlp.reads or ([], []))]
     every = [read for reads in groups for read in reads]
     refuse(_why_not_one_dtype(every))
+    if (mixture := mlp.mixture) is not None:
+        its = [*mixture.experts[:2], *mixture.shared]
+        if reason := _within(layer_form(layer).mlp, _why_not_one_dtype(every + its)):
+            mlp = BlockRead([], reason)
     if has_mixer(layer) and any(map(trains_bias, every)):
         raise Refusal(
             "an adapter has a bias, or a bias is trained: neither runs in a layer with "
             f"{noun_of(layer)}"
         )
     refuse(why_unloaded(layer, every))
-    return Running(groups, mlp.reason)
+    return Running(groups, mlp.reason, mlp.mixture)
 
 
 def read_blocks(layer: Any, kind: type[Border]) -> tuple[BlockRead, BlockRead]:
@@ -154,8 +170,7 @@ def _why_not_layer(layer: Any, kind: type[Border]) -> str | None:
         return reason
     if has_mixer(layer) and kind.precision:
         return f"it has {noun_of(layer)}, which does not run{kind.precision}"
-    reason = why_not_whole(layer)
-    return why_mixed(layer) or (None if reason == MIXTURE_OF_EXPERTS else reason or None)
+    return why_mixed(layer) or why_not_whole(layer) or None
 
 
 class BlockForm(NamedTuple):
@@ -185,17 +200,18 @@ def block_forms(layer: Any) -> tuple[BlockForm, BlockForm]:
 
 
 def _read_block(layer: Any, block: BlockForm, kind: type[Border]) -> BlockRead:
-    reads, reason = attempt(_read_parts, layer, block, kind)
-    return BlockRead([] if reads is None else reads, reason)
+    found, reason = attempt(_read_parts, layer, block, kind)
+    return BlockRead([], reason) if found is None else found
 
 
-def _read_parts(layer: Any, block: BlockForm, kind: type[Border]) -> list[list[Projection]]:
+def _read_parts(layer: Any, block: BlockForm, kind: type[Border]) -> BlockRead:
     """Read each module of a block once. Raises a Refusal if one cannot run in it."""
     refuse(block.why_not(layer))
+    has_mixture = block.name == layer_form(layer).mlp and known_form(mlp_of(layer), "Mixture")
     first, *_ = norms_of(layer).values()
     norms = [active_norm(layer._modules[name]) for name in block.norms if name]
     for name, norm in zip(filter(None, block.norms), norms, strict=True):
-        refuse(_within(name, why_not_within(norm)))
+        refuse(_within(name, (why_not_frozen if has_mixture else why_not_within)(norm)))
     if any(known_form(norm, "RMSNorm") != known_form(first, "RMSNorm") for norm in norms):
         raise Refusal("its norms are of different forms")
     if block.dropout:
@@ -213,7 +229,11 @@ def _read_parts(layer: Any, block: BlockForm, kind: type[Border]) -> list[list[P
                 "them alike"
             )
     refuse(_why_not_one_dtype([read for group in groups for read in group]))
-    return groups
+    if not has_mixture:
+        return BlockRead(groups)
+    mixture, reason = attempt(read_mixture, mlp_of(layer))
+    refuse(_within(block.name, reason or None))
+    return BlockRead([], mixture=mixture)
 
 
 def _within(name: str, reason: str | None) -> str | None:
@@ -231,8 +251,8 @@ def _why_not_attention(layer: Any) -> str | None:
 
 def _why_not_mlp(layer: Any) -> str | None:
     mlp = mlp_of(layer)
-    if known_form(mlp, "MLP") is None and (reason := why_not_whole(layer)):
-        return reason  # a mixture of experts; a model may have some layers without
+    if known_form(mlp, "Mixture") is not None:
+        return None  # `read_mixture` asks
     return _within(layer_form(layer).mlp, (
         why_not_class(mlp, "MLP") or why_call(mlp, own_forward=False) or why_not_activation(mlp)
     ))  # fmt: skip
@@ -260,7 +280,7 @@ def _read_alike(
     return read
 
 
-def _why_not_one_dtype(reads: Sequence[Projection]) -> str | None:
+def _why_not_one_dtype(reads: Sequence[Any]) -> str | None:
     found = {read.weight.dtype for read in reads if read.weight.dtype in DTYPES}
     return (
         f"its projections compute in {' and '.join(sorted(map(str, found)))}"

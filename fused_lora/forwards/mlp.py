@@ -1,6 +1,6 @@
 """The switch `mlp`: the forward it sets on an MLP."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from types import BuiltinFunctionType
 from typing import Any
@@ -89,11 +89,12 @@ def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
     if reads.left:
         say_left(mlp, reads.left)
         return _run_apart(mlp, x)
-    return _run_together(mlp, reads.fit, x)
+    return run_mlp(mlp, mlp, reads.fit, x)
 
 
-def _run_together(mlp: nn.Module, reads: list[Projection], x: Tensor) -> Tensor:
-    (*both, down), write_again = written(mlp, reads)
+def run_mlp(owner: nn.Module, mlp: nn.Module, reads: Sequence[Projection], x: Tensor) -> Tensor:
+    """Run an MLP as one function. owner: the module whose forward this is."""
+    (*both, down), write_again = written(owner, list(reads))
     gate, up = split_gate_up(both)
     every = gate, up, down
     frozen = FrozenMLP(

@@ -1,13 +1,13 @@
 """LoRA_Experts: a mixture of gated MLPs with adapters as one autograd function.
 
 Each token goes to its top_k experts. Its copies, sorted by expert, are the rows of the mixture.
-For the rows x [rows, hidden] of expert e, its frozen W, adapters A, B with scale s, and the routing
-weight w of each row, in the order of execution:
+For the rows x [rows, hidden] of expert e, its frozen W, adapters A, B with scale s, the routing
+weight w of each row, and the residual x0 of each token, in the order of execution:
 
     z      = x A'                            [rows, r], one grouped matmul for all experts
     y      = x W' + s z B'                   [rows, 2 intermediate] = [gate, up]
     h      = w silu(gate) up                 [rows, intermediate]
-    output = sum of h Wd' + sd (h Ad') Bd' over the rows of each token       [tokens, hidden]
+    output = x0 + sum of h Wd' + sd (h Ad') Bd' over the rows of each token  [tokens, hidden]
 
 Backward, for dy = grad_output at the token of each row:
 
@@ -47,6 +47,7 @@ from fused_mlp.utils import (
 from ..kernels.routed_rows import (
     SWIGLU,
     ClampedGate,
+    RoutedBias,
     _sum_routed_kernel,
     routed_swiglu_backward,
     routed_swiglu_forward,
@@ -110,14 +111,15 @@ def route(chosen: Tensor, experts: int) -> Routing:
 
 
 class LoRA_Experts(torch.autograd.Function):
-    """``LoRA_Experts.apply(x, weights, gate_up_A, gate_up_B, down_A, down_B, chosen, frozen)``.
+    """``LoRA_Experts.apply(x, weights, gate_up_A, gate_up_B, down_A, down_B, residual, chosen,
+    frozen)``.
 
     Equivalent PyTorch, for tokens x [tokens, hidden]::
 
         def adapted(x, weight, A, B, scaling):
             return F.linear(x, weight) + F.linear(F.linear(x, A), B) * scaling
 
-        f, output = frozen, torch.zeros_like(x)
+        f, output = frozen, torch.zeros_like(x) if residual is None else residual.clone()
         for e in range(len(f.gate_up_weight)):
             token, choice = torch.where(chosen == e)
             gate_up = adapted(x[token], f.gate_up_weight[e], gate_up_A[e], gate_up_B[e],
@@ -132,13 +134,15 @@ class LoRA_Experts(torch.autograd.Function):
         weights: [..., top_k], the routing weights, of any of these dtypes.
         gate_up_A, down_A: [experts, r, in]. gate_up_B, down_B: [experts, out, r]. Any r, strides
             and dtypes. Both None: no adapter.
+        residual: like x, fp32 or in the dtype of the computation, or None.
         chosen: [..., top_k] int64, the experts of each token, all from 0 to experts - 1.
         frozen: base weights in x's dtype (or any, under autocast) and the scales. All sizes but r
             are multiples of 8.
 
     Returns:
-        [..., hidden] in the dtype of the computation: autocast's if it is on, else x's. Each
-        gradient has the dtype of its tensor. An expert without tokens gets gradients of zero.
+        [..., hidden] in the residual's dtype; without one in that of the computation, autocast's
+        if it is on, else x's. The sum is rounded once. Each gradient has the dtype of its tensor.
+        An expert without tokens gets gradients of zero.
 
     Saves for backward: x, gate and up [rows, 2 intermediate], z, the adapters and the weights in
     the dtype of the computation. Writes to no input. Deterministic. Not twice differentiable.
@@ -151,9 +155,10 @@ class LoRA_Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weights, *operands):
-        *given, chosen, frozen = operands
+        *given, residual, chosen, frozen = operands
         dtype = compute_dtype(x)
         _check(x, dtype, weights, given, chosen, frozen)
+        _check_residual(x, dtype, residual)
         ctx.dtype_of_x, ctx.dtype_of_weights = x.dtype, weights.dtype
         ctx.likes = [None if one is None else (one.shape, one.dtype) for one in given]
         ctx.gate, ctx.write = frozen.gate, frozen.write
@@ -186,12 +191,11 @@ class LoRA_Experts(torch.autograd.Function):
             if down_A is not None:
                 addend = _grouped(_grouped(hidden, down_A, routing.ends), down_B, routing.ends)
             base = _grouped(hidden, down_weight, routing.ends)
-            output = sum_routed(base, addend, down_scaling, routing.places)
-            if frozen.down_bias is not None:
-                routed = _scattered(weights, chosen, len(down_weight)).to(dtype)
-                output.view(-1, output.shape[-1]).addmm_(routed, frozen.down_bias.to(dtype))
+            bias = frozen.down_bias
+            bias = None if bias is None else RoutedBias(bias, routing.experts, weight)
+            output = sum_routed(base, addend, down_scaling, routing.places, residual, bias)
         else:
-            output = x.new_zeros(1).expand(x.shape)
+            output = (x if residual is None else residual).new_zeros(1).expand(x.shape)
         need_A = ctx.needs_input_grad[2]
         ctx.save_for_backward(
             x if need_A else None, weight, gate_up, z, *adapters, gate_up_weight, down_weight,
@@ -253,31 +257,27 @@ class LoRA_Experts(torch.autograd.Function):
             base = _grouped(grad_gate_up, gate_up_weight.mT, ends)
             summed = sum_routed(base, addend, gate_up_scaling, routing.places)
             grad_x = summed.to(ctx.dtype_of_x)
-        return grad_x, grad_weights, grad_A, grad_B, grad_down_A, grad_down_B, None, None
+        grad_residual = grad_output if ctx.needs_input_grad[6] else None
+        adapters = grad_A, grad_B, grad_down_A, grad_down_B
+        return grad_x, grad_weights, *adapters, grad_residual, None, None
 
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Return each expert's rows [rows, in] times its weight's transpose [experts, out, in]."""
-    if not len(rows):
+    if not rows.shape[0]:  # len() of a tensor is a call in Python
         return rows.new_zeros(0, weights.shape[1])
     return F.grouped_mm(rows, weights.mT, offs=ends)
 
 
 def _by_expert(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return left' right [experts, m, n] over each expert's rows, for [rows, m] and [rows, n]."""
-    if not len(left):
+    if not left.shape[0]:
         return left.new_zeros(len(ends), left.shape[1], right.shape[1])
     return F.grouped_mm(left.t(), right, offs=ends)  # zeros for an expert without rows
 
 
 def _flat(chosen: Tensor) -> Tensor:
     return chosen.reshape(-1, chosen.shape[-1])
-
-
-def _scattered(weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
-    """Return the weight of every expert for each token, [tokens, experts]."""
-    weights = _flat(weights)
-    return weights.new_zeros(len(weights), experts).scatter_add_(1, _flat(chosen), weights)
 
 
 def _aligned(adapter: Tensor, by: int, dtype: torch.dtype) -> Tensor:
@@ -342,6 +342,16 @@ def _check(
     for key in ("gate_up_weight", "down_weight", "gate_up_bias", "down_bias"):
         if (tensor := getattr(frozen, key)) is not None:
             check_frozen(name, key, tensor, x, dtype, "the unfused experts")
+
+
+def _check_residual(x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> None:
+    if residual is None:
+        return
+    if residual.shape != x.shape or residual.dtype not in (dtype, torch.float32):
+        raise ValueError(
+            f"LoRA_Experts: residual is {list(residual.shape)} in {residual.dtype}, should be "
+            f"{list(x.shape)} in {dtype} or float32"
+        )
 
 
 def why_not_sizes(*sizes: int) -> str | None:

@@ -16,6 +16,8 @@ gpt-oss has another gate (`ClampedGate`). gate and up take turns in the columns 
 
     w (u + 1) g sigmoid(alpha g),      g = min(gate, limit), u = up between -limit and limit
 
+The sum of a token's rows takes its residual as well, and each row's bias w bias[expert].
+
 Arithmetic is fp32 and rounds once, at the store. Sums run in a fixed order.
 """
 
@@ -163,6 +165,10 @@ def _sum_routed_kernel(
     base_ptr,  # [rows, columns]
     addend_ptr,  # [rows, columns], if HAS_ADDEND
     places_ptr,  # [tokens, TOP_K] int64
+    residual_ptr,  # [tokens, columns], if HAS_RESIDUAL
+    bias_ptr,  # [experts, columns], if HAS_BIAS
+    expert_ptr,  # [rows] int64, if HAS_BIAS
+    weight_ptr,  # [rows], if HAS_BIAS
     out_ptr,  # [tokens, columns], written
     scaling,
     tokens,
@@ -171,18 +177,28 @@ def _sum_routed_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     mask = (token < tokens) & (column < columns)
+    at_token = token * columns + column
     total = tl.zeros([ROWS, BLOCK], tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + at_token, mask=mask).to(tl.float32)
     for choice in range(TOP_K):
         place = tl.load(places_ptr + token * TOP_K + choice, mask=token < tokens, other=0)
         at = place * columns + column
         total += tl.load(base_ptr + at, mask=mask).to(tl.float32)
         if HAS_ADDEND:
             total += scaling * tl.load(addend_ptr + at, mask=mask).to(tl.float32)
-    tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+        if HAS_BIAS:
+            expert = tl.load(expert_ptr + place, mask=token < tokens, other=0)
+            weight = tl.load(weight_ptr + place, mask=token < tokens, other=0.0).to(tl.float32)
+            at_bias = expert * columns + column
+            total += weight * tl.load(bias_ptr + at_bias, mask=mask).to(tl.float32)
+    tl.store(out_ptr + at_token, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def routed_swiglu_forward(
@@ -273,24 +289,49 @@ def routed_swiglu_backward(
     return hidden, grad_gate_up, grad_weight
 
 
-def sum_routed(base: Tensor, addend: Tensor | None, scaling: float, places: Tensor) -> Tensor:
-    """Return the sum of each token's rows [..., columns], in the dtype of base.
+class RoutedBias(NamedTuple):
+    """A bias of each expert, which a row gets times its weight."""
 
-    Equivalent PyTorch: ``(base + scaling * addend)[places].sum(-2)``.
+    bias: Tensor  # [experts, columns]
+    expert: Tensor  # [rows] int64, the expert of each row
+    weight: Tensor  # [rows]
+
+
+def sum_routed(
+    base: Tensor,
+    addend: Tensor | None,
+    scaling: float,
+    places: Tensor,
+    residual: Tensor | None = None,
+    bias: RoutedBias | None = None,
+) -> Tensor:
+    """Return the sum of each token's rows [..., columns], and of its residual, in the dtype of that
+    or else of base.
+
+    Equivalent PyTorch::
+
+        rows = base if addend is None else base + scaling * addend
+        rows = rows if bias is None else rows + bias.weight[:, None] * bias.bias[bias.expert]
+        total = rows[places].sum(-2)
+        total = total if residual is None else residual + total
 
     Args:
         base, addend: [rows, columns], as for `routed_swiglu_forward`.
         places: [..., top_k] int64, the rows of each token.
+        residual: [..., columns], and the tensors of bias: of any of these dtypes.
     """
     columns, top_k = base.shape[1], places.shape[-1]
     base, addend, places = base.contiguous(), _contiguous(addend), places.contiguous()
-    out = base.new_empty(*places.shape[:-1], columns)
+    residual = _contiguous(residual)
+    out = (base if residual is None else residual).new_empty(*places.shape[:-1], columns)
+    its_bias = (base,) * 3 if bias is None else [one.contiguous() for one in bias]
     per_program, block = _tile(columns)
     if tokens := out.numel() // columns:
         launch(
             _sum_routed_kernel, (cdiv(tokens, per_program), cdiv(columns, block)), base,
-            base if addend is None else addend, places, out, scaling, tokens, columns, top_k,
-            per_program, block, addend is not None, num_warps=4,
+            base if addend is None else addend, places, base if residual is None else residual,
+            *its_bias, out, scaling, tokens, columns, top_k, per_program, block,
+            addend is not None, residual is not None, bias is not None, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -194,13 +194,23 @@ class BlockBackward:
         if not frame.adds:
             return Gradient(grad_n, None), p
         if before is not None:
-            is_read = before.frame.adds_directly and before.dropouts.output is None
-            return Gradient(*before.frame.output.buffer.norm_backward(
-                grad_n, grad_residual, x, frame.norm, rstd, norm_grad, is_read
-            )), p  # fmt: skip
+            return before.total_gradient(
+                grad_n, grad_residual, x, frame.norm, rstd, norm_grad
+            ), p  # fmt: skip
         grad_x = self.grad_x or self.new_gradient(x, None)
         norm_backward(grad_n, grad_residual, x, frame.norm, rstd, grad_x.total, norm_grad)
         return grad_x, p
+
+    def total_gradient(
+        self, grad_y: Tensor, grad_residual: Tensor, total: Tensor, norm: Norm | None,
+        rstd: Tensor | None, norm_grad: Tensor | None,
+    ) -> Gradient:  # fmt: skip
+        """Return the gradient of this block's total, which is normed and goes on as the
+        residual."""
+        is_read = self.frame.adds_directly and self.dropouts.output is None
+        return Gradient(*self.frame.output.buffer.norm_backward(
+            grad_y, grad_residual, total, norm, rstd, norm_grad, is_read
+        ))  # fmt: skip
 
     def new_gradient(self, x: Tensor, before: "BlockBackward | None") -> Gradient:
         """Return memory for the gradient of x, as wide as who takes it next needs it: the block

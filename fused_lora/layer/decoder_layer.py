@@ -28,6 +28,7 @@ from .filling import Adapter, Filling
 from .mixer_block import MixerBlock
 from .mlp_block import MLPBlock
 from .operands import Dropouts, Kinds, Trained, check_block, check_input, draw_dropouts, kinds_of
+from .residual import apply_norm
 
 NAME = "DecoderLayer"
 Blocks = Sequence[AttentionBlock | MixerBlock | MLPBlock]
@@ -38,12 +39,13 @@ class Saved(NamedTuple):
 
     hidden: Tensor | None  # None where it is no residual that the first block reads again
     dtype: torch.dtype  # of hidden
-    totals: tuple[Tensor, ...]  # [T, hidden], before each further block
+    totals: tuple[Tensor, ...]  # [T, hidden], before each further block, and before norm_next
     blocks: tuple[Any, ...]
     saved: tuple[Any, ...]
     adapters: tuple[tuple[Adapter, ...], ...]
     dropouts: tuple[Dropouts, ...]
     kinds: tuple[Kinds | None, ...]  # of what else is trained; None: nothing
+    rstd: Tensor | None  # of norm_next, whose input is the last of totals
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -54,7 +56,8 @@ class DecoderLayer(torch.autograd.Function):
         for block in blocks:
             hidden = block(hidden)  # what each computes is in its own docstring
 
-    with the projections' lora_dropout in training.
+    with the projections' lora_dropout in training. An attention or a mixer alone may have a
+    norm_next: then ``hidden, norm_next(hidden)``.
 
     Args:
         hidden: [batch, positions, hidden], bf16, fp16 or fp32, of any strides, batch 0 included. It
@@ -70,9 +73,10 @@ class DecoderLayer(torch.autograd.Function):
             hidden's dtype.
 
     Returns:
-        [batch, positions, hidden], new, in hidden's dtype. Everything between matmuls is fp32 and
-        rounds once. Each gradient has the dtype of its tensor, and exists only if that tensor
-        requires one. The gradients of A and B are contiguous. hidden's is not: its rows are padded.
+        [batch, positions, hidden], new, in hidden's dtype, twice with a norm_next. Everything
+        between matmuls is fp32 and rounds once. Each gradient has the dtype of its tensor, and
+        exists only if that tensor requires one. The gradients of A and B are contiguous. hidden's
+        is not: its rows are padded.
 
     Saved for backward: hidden (by BeforeMixer, if there is a mixer), cos, sin, mask, all norms, the
     adapters and what the blocks' files list: 70.2 kB a token of Qwen2.5-3B. The buffers are kept
@@ -109,9 +113,9 @@ class DecoderLayer(torch.autograd.Function):
         filling, groups = _filled(blocks)
         filling.fill(groups, list(chain.from_iterable(adapters)))
         # not a view itself, or autograd would forbid to change it in place
-        output = None
-        if blocks[-1].output_needed:
-            last = blocks[-1].frame
+        output = normed = rstd = None
+        last = blocks[-1].frame
+        if blocks[-1].output_needed and last.norm_next is None:
             dtype = hidden.dtype if last.adds else last.output.A.dtype
             output = hidden.new_empty(*hidden.shape[:2], last.output.out, dtype=dtype)
         total, totals, all_saved, all_dropouts = as_rows(hidden), [], [], []
@@ -122,20 +126,26 @@ class DecoderLayer(torch.autograd.Function):
             total, saved = block.forward(total, target, dropouts)
             all_saved.append(saved)
             all_dropouts.append(dropouts)
-            if not is_last:
+            if not is_last or last.norm_next is not None:
                 totals.append(total)
             elif output is not None and total is not target:
                 # a recompute took the total that it had kept, and wrote nothing
                 output = total.detach().view(output.shape)
+        if last.norm_next is not None:
+            normed = torch.empty_like(total)
+            rstd = apply_norm(total, last.norm_next, normed, None)
+            output, normed = (one.detach().view(hidden.shape) for one in (total, normed))
         store(ctx, Saved(
             hidden if found is None and blocks[0].frame.adds else None, hidden.dtype,
             tuple(totals), tuple(map(_without_seed, blocks)), tuple(all_saved), adapters,
-            tuple(all_dropouts), tuple(map(kinds_of, every)),
+            tuple(all_dropouts), tuple(map(kinds_of, every)), rstd,
         ))  # fmt: skip
+        if normed is not None:
+            return output, normed
         return hidden.new_zeros(1).expand(hidden.shape) if output is None else output
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx, grad_output, *grad_normed):
         saved: Saved = restore(ctx)
         refuse_second_derivative(_function_of(saved.blocks), "the unfused layer")
         need_hidden, _, _, *row, _ = ctx.needs_input_grad
@@ -156,6 +166,12 @@ class DecoderLayer(torch.autograd.Function):
             gradient = Gradient(as_rows(grad_output), None if rows is None else Incoming(rows))
             first = None if hidden is None else as_rows(hidden)
             residuals, left = [first, *saved.totals], list(saved.saved)
+            if (rstd := saved.rstd) is not None:
+                total, norm = saved.totals[-1], blocks[-1].frame.norm_next
+                gradient = runs[-1].total_gradient(
+                    as_rows(grad_normed[0]), gradient.total, total, norm, rstd, None
+                )
+                del residuals[-1], total
             dtype = saved.dtype
             del saved  # what a block has saved can go once its backward is through
             for i in reversed(range(len(blocks))):

@@ -57,6 +57,9 @@ class Frame(NamedTuple):
     filling: Filling
     norm_after: Norm | None = None  # of what is added to the residual; None: as it is
     multiplier: float = 1.0  # likewise
+    # of the residual behind an attention or a mixer alone, for what follows; frozen. None: there is
+    # nothing
+    norm_next: Norm | None = None
     adds: bool = True  # False: the output is what would be added, in the buffers' dtype
     columns_before: int = 0  # of rows for hidden's gradient, which the layer before takes; 0: any
     has_entered: bool = False  # another function has run the projections that read the norm
@@ -194,7 +197,8 @@ def check_block(name: str, hidden: Tensor, trained: Trained, frame: Frame) -> No
     if not frame.has_entered:
         check_adapters(f"{name}: inputs", adapters, frame.inputs)
     check_adapters(f"{name}: output", (last,), frame.output)
-    for key, norm in (("norm", frame.norm), ("norm_after", frame.norm_after)):
+    for key in ("norm", "norm_after", "norm_next"):
+        norm = getattr(frame, key)
         if norm is not None and norm.weight.shape != hidden.shape[2:]:
             raise ValueError(
                 f"{name}: {key} is {list(norm.weight.shape)}, should be {list(hidden.shape[2:])}"

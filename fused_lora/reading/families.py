@@ -13,11 +13,10 @@ from .forms import (
     LayerForm,
     LossForm,
     MixerForm,
+    MixtureForm,
     MLPForm,
     NormForm,
 )
-
-MIXTURE_OF_EXPERTS = "its MLP is a mixture of experts"
 
 
 class Family(NamedTuple):
@@ -41,6 +40,7 @@ class Family(NamedTuple):
     gated_norm: NormForm | None = None
     short_conv: MixerForm | None = None
     experts: ExpertsForm | None = None
+    mixture: MixtureForm | None = None
     projections: tuple[str, ...] | None = None
     names: dict[str, str] = {}  # noqa: RUF012
     whole: bool = False
@@ -53,8 +53,6 @@ class Family(NamedTuple):
 
     def why_not_whole(self) -> str:
         """Return the reason why `layer` does not take its layers, "" if it does."""
-        if self.loss is not None and self.loss.has_router:
-            return MIXTURE_OF_EXPERTS
         return "" if self.whole else "its layers are not known to run as one"
 
 
@@ -65,6 +63,7 @@ NORMED_HEADS = AttentionForm(norms="heads", passes=OWN_WINDOW)
 GATE_UP = MLPForm(("gate_up_proj",), "activation_fn")
 MIXTURE = LossForm(has_router=True)
 EXPERTS = ExpertsForm()
+SHARED_EXPERT = MixtureForm(shared="shared_expert", shared_gate="shared_expert_gate")
 GEMMA_NORM = NormForm(zero_centered=True, eps="eps")
 GEMMA_LAYER = LayerForm(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
@@ -123,35 +122,38 @@ FAMILIES = (
     Family("lfm2", "Lfm2", LFM2_ATTENTION, LFM2_MLP, layer=LFM2_LAYER,
            short_conv=SHORT_CONV, projections=IN_AND_OUT,
            names={"Projections": "Lfm2ShortConv"}, whole=True),
-    Family("lfm2_moe", "Lfm2Moe", LFM2_ATTENTION, LFM2_MLP, layer=None,
+    Family("lfm2_moe", "Lfm2Moe", LFM2_ATTENTION, LFM2_MLP, layer=LFM2_LAYER,
            short_conv=SHORT_CONV, projections=IN_AND_OUT, experts=EXPERTS,
-           names={"Projections": "Lfm2MoeShortConv"}),
+           mixture=MixtureForm(bias="expert_bias"), names={"Projections": "Lfm2MoeShortConv"},
+           whole=True),
     Family("glm4", "Glm4", AttentionForm(interleaved=True), GATE_UP, layer=GLM_LAYER, whole=True),
     Family("glm", "Glm", AttentionForm(interleaved=True), GATE_UP, whole=True),
     Family("ernie4_5", "Ernie4_5", AttentionForm(interleaved=True), whole=True),
     Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=OUTPUT_NORMS, whole=True),
     Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW),
            layer=OUTPUT_NORMS, whole=True),
-    Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE, experts=EXPERTS),
-    Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE, experts=EXPERTS),
+    Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE, experts=EXPERTS,
+           mixture=MixtureForm(), whole=True),
+    Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE, experts=EXPERTS, mixture=SHARED_EXPERT,
+           whole=True),
     Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE,
-           experts=EXPERTS),
+           experts=EXPERTS, mixture=MixtureForm(jitter="jitter_noise"), whole=True),
     Family("qwen3_5_moe", "Qwen3_5Moe", AttentionForm(norms="heads", has_gate=True),
-           norm=GEMMA_NORM, layer=None, loss=MIXTURE, experts=EXPERTS, delta_net=MixerForm(),
-           gated_norm=NormForm(), projections=DELTA_OUTPUT,
-           names={"Projections": "Qwen3_5MoeGatedDeltaNet"}),
+           norm=GEMMA_NORM, loss=MIXTURE, experts=EXPERTS, mixture=SHARED_EXPERT,
+           delta_net=MixerForm(), gated_norm=NormForm(), projections=DELTA_OUTPUT,
+           names={"Projections": "Qwen3_5MoeGatedDeltaNet"}, whole=True),
     Family("qwen3_next", "Qwen3Next", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM,
            layer=None, loss=MIXTURE, experts=EXPERTS, gated_norm=NormForm(),
            delta_net=MixerForm(("in_proj_qkvz", "in_proj_ba")), projections=DELTA_OUTPUT,
            names={"Projections": "Qwen3NextGatedDeltaNet"}),
     Family("ernie4_5_moe", "Ernie4_5_Moe", AttentionForm(interleaved=True), loss=MIXTURE,
-           experts=EXPERTS),
+           experts=EXPERTS, mixture=MixtureForm(shared="shared_experts"), whole=True),
     Family("mistral4", "Mistral4", None, experts=EXPERTS, projections=LATENTS,
            names={"Projections": "Mistral4Attention"}),
     Family("glm4_moe_lite", "Glm4MoeLite", None, experts=EXPERTS, projections=LATENTS,
            names={"Projections": "Glm4MoeLiteAttention"}),
-    Family("gpt_oss", "GptOss", SINKS, None, loss=MIXTURE,
-           experts=ExpertsForm(is_clamped=True)),
+    Family("gpt_oss", "GptOss", SINKS, None, loss=MIXTURE, experts=ExpertsForm(is_clamped=True),
+           mixture=MixtureForm(router="router"), names={"Mixture": "GptOssMLP"}, whole=True),
     Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),
     Family("gemma2", "Gemma2", AttentionForm(passes=(*OWN_WINDOW, SOFT_CAP)), norm=GEMMA_NORM,
            layer=GEMMA_LAYER, loss=GEMMA_LOSS, whole=True),
@@ -198,6 +200,7 @@ KINDS = {
     "Attention": ("attention", "Attention"),
     "MLP": ("mlp", "MLP"),
     "Experts": ("experts", "Experts"),
+    "Mixture": ("mixture", "SparseMoeBlock"),
     "RMSNorm": ("norm", "RMSNorm"),
     "Layer": ("layer", "DecoderLayer"),
     "ForCausalLM": ("loss", "ForCausalLM"),
@@ -210,6 +213,7 @@ KINDS = {
 KNOWN_TO = {
     "MLP": "an MLP class that we know, down(activation(gate) * up)",
     "Experts": "an experts class that we know, down(activation(gate) * up) each",
+    "Mixture": "a mixture of experts that we know",
     "Attention": "an attention class that we know",
     "RMSNorm": "a norm class that we know, weight * (x / rms(x))",
     "NormedLayer": "a layer class that we know",

@@ -60,6 +60,23 @@ class NormForm(NamedTuple):
     eps: str = "variance_epsilon"  # the attribute that holds it
 
 
+class MixtureForm(NamedTuple):
+    """A mixture of experts in an MLP's place: experts(x, chosen, weights), the last two of which
+    router(x) returns behind its logits, and sigmoid(shared_gate(x)) shared(x).
+
+    The names are modules of it, but for bias and jitter, which are attributes; "" for none.
+    bias: the router's second argument, None if it is missing.
+    jitter: the noise that it multiplies x with in training, which must be 0.
+    """
+
+    router: str = "gate"
+    experts: str = "experts"
+    shared: str = ""
+    shared_gate: str = ""
+    bias: str = ""
+    jitter: str = ""
+
+
 class MixerForm(NamedTuple):
     """A mixer in place of attention. In parts `Family.projections` names its layers.
 

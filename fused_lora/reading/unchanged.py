@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.integrations import sdpa_attention
@@ -152,7 +153,7 @@ class State:
         self._is_placed = [isinstance(one, PlacedWeight) for one in every]
         self._is_plain = [not is_placed for is_placed in self._is_placed]
         self._is_counted = [
-            is_plain and not one.requires_grad and not one.is_inference()
+            is_plain and not (one.requires_grad or one.is_inference() or id(one) in found.wrapped)
             for is_plain, one in zip(self._is_plain, every, strict=True)
         ]
         self._facts = self._facts_now(every)
@@ -224,6 +225,7 @@ class _Found:
         self.empty: list[Any] = []  # dicts, lists and sets: nearly all, and quickly compared
         self.owners: list[dict[str, Any]] = []  # parameters and buffers
         self.tensors: list[Tensor] = []  # other tensors
+        self.wrapped: set[int] = set()  # ids of parameters that PEFT sets in each of its forwards
         self._seen: set[int] = set()
         self._open(root)
         del self.dicts[0]  # the root's attributes
@@ -255,6 +257,8 @@ class _Found:
         attributes = vars(module)
         self.modules.append(module)
         self.is_complete &= not is_in_fsdp(module)
+        if type(module) is ParamWrapper:
+            self.wrapped.add(id(module.get_param()))
         for owner in (module._parameters, module._buffers):
             self._seen.add(id(owner))
             (self.owners if owner else self.empty).append(owner)

@@ -93,6 +93,10 @@ def launch_parts():
     bias = empty(8, 2 * COLUMNS)
     routed_rows.routed_swiglu_forward(both, both, 2.0, routed, clamped, bias, experts)
     routed_rows.routed_swiglu_backward(gate, gate, 2.0, both, routed, clamped)
+    bias = routed_rows.RoutedBias(empty(8, COLUMNS), experts, routed)
+    places = empty(TOKENS // 8, 8, dtype=torch.int64)
+    for addend, of_row in ((gate, bias), (None, None)):
+        routed_rows.sum_routed(gate, addend, 2.0, places, gate[: TOKENS // 8], of_row)
     sizes = 2 * HEAD_DIM, 2 * HEAD_DIM, 4 * HEAD_DIM
     mixed, taps = empty(BATCH, POSITIONS, sum(sizes)), empty(sum(sizes), 4)
     packed = empty(BATCH, POSITIONS, dtype=torch.int32)

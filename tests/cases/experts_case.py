@@ -67,9 +67,9 @@ def gated(gate_up, gate):
     return (up + 1) * (first * torch.sigmoid(first * gate.alpha))
 
 
-def eager(x, weights, gate_up_A, gate_up_B, down_A, down_B, chosen, f):
+def eager(x, weights, gate_up_A, gate_up_B, down_A, down_B, residual, chosen, f):
     """Each expert as PEFT computes a linear layer with an adapter. A token's sum is fp32, as
-    transformers' grouped experts have it."""
+    transformers' grouped experts have it. The layer adds its residual."""
     rows, every = x.reshape(-1, x.shape[-1]), chosen.reshape(-1, chosen.shape[-1])
     parts = []
     for choice in range(every.shape[1]):
@@ -94,4 +94,5 @@ def eager(x, weights, gate_up_A, gate_up_B, down_A, down_B, chosen, f):
         parts.append(torch.stack(outputs) if outputs else unused)
     routed = weights.reshape(every.shape).to(parts[0].dtype)
     output = (torch.stack(parts, 1) * routed[..., None]).sum(1)  # fp32 under CUDA's autocast
-    return output.to(parts[0].dtype).view(*x.shape)
+    output = output.to(parts[0].dtype).view(*x.shape)
+    return output if residual is None else residual + output

@@ -91,7 +91,7 @@ class Family:
     lora: changes to LoraConfig.
     in_layers: how often functions appear in whole layers beside one DecoderLayer for each.
     not_whole: why its layers do not run whole, if they do not. in_parts: why one does not, if
-        another does. mixtures: layers whose attention runs as a block, beside a mixture.
+        another does.
     image_token: given if we test the model on an image of four patches.
     """
 
@@ -107,7 +107,6 @@ class Family:
     lora: dict = field(default_factory=dict)
     not_whole: str = ""
     in_parts: str = ""
-    mixtures: str = ""
     image_token: int | None = None
 
     @property
@@ -193,7 +192,6 @@ def not_known(attention: str, tower: str = "model") -> dict[str, str]:
 
 
 LOSS = "base_model.model"
-MIXTURE = "its MLP is a mixture of experts"
 NOT_READ = "its layers are not known to run as one"
 QWEN_3_5 = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
             "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -239,6 +237,7 @@ GEMMA_4_NORMS = (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:], "self_attn
 PER_LAYER = {"rms_norm": ("model.per_layer_projection_norm",)}
 # which PEFT takes for Qwen3-MoE's and Mixtral's gate_proj, up_proj and down_proj
 EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+MIXTURES = {"LoRA_Experts": 2}
 SHARED_EXPERTS = {"mlp": ("0:mlp", "1:mlp.shared_experts", "1:mlp.experts")}
 LATENT_PARTS = {
     "fused": SHARED_EXPERTS
@@ -300,27 +299,27 @@ FAMILIES = {
         "Lfm2Moe", TOP_2 | CONV | {"num_dense_layers": 1}, lora=EXPERTS,
         **LFM2_PARTS | {
             "fused": LFM2_PARTS["fused"] | {"mlp": ("0:feed_forward", "1:feed_forward.experts")},
-            "not_whole": "it has no decoder layer",
+            "in_layers": LFM2_PARTS["in_layers"] | {"LoRA_Experts": 1},
         },
     ),
     "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),
     "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),
     "Qwen3-MoE": Family(
         "Qwen3Moe", TOP_2, fused={"mlp": ("mlp.experts",), "rms_norm": OF_HEADS},
-        mixtures="01",
+        in_layers=MIXTURES,
     ),
     "Qwen2-MoE": Family(
         "Qwen2Moe", TOP_2, fused={"mlp": ("mlp.shared_expert", "mlp.experts")}, lora=EXPERTS,
-        mixtures="01",
+        in_layers=MIXTURES | {"LoRA_MLP": 2},
     ),
     "Mixtral": Family(
         "Mixtral", TOP_2 | {"sliding_window": 4}, fused={"mlp": ("mlp.experts",)},
-        mixtures="01",
+        in_layers=MIXTURES,
     ),
     "Qwen3.5-MoE": Family(
         "Qwen3_5Moe", TOP_2 | QWEN_3_5, lora=EXPERTS, **QWEN_3_5_PARTS | {
             "fused": QWEN_3_5_PARTS["fused"] | {"mlp": ("mlp.shared_expert", "mlp.experts")},
-            "not_whole": "Qwen3_5MoeDecoderLayer is not a layer class",
+            "in_layers": QWEN_3_5_PARTS["in_layers"] | MIXTURES | {"LoRA_MLP": 2},
         }, left=slow_parts("model"),
     ),
     "Qwen3-Next": Family(
@@ -333,7 +332,7 @@ FAMILIES = {
         "Ernie4_5_Moe",
         TOP_2 | {"moe_num_experts": 2, "moe_k": 2, "moe_layer_start_index": 1,
                  "moe_num_shared_experts": 1},
-        lora=EXPERTS, fused=SHARED_EXPERTS, mixtures="1",
+        lora=EXPERTS, fused=SHARED_EXPERTS, in_layers={"LoRA_Experts": 1, "LoRA_MLP": 1},
     ),
     "Mistral 4": Family(
         "Mistral4", TOP_2 | LATENT | {"rope_parameters": SCALED}, **LATENT_PARTS,
@@ -341,8 +340,8 @@ FAMILIES = {
     "GLM-4.7-Flash": Family("Glm4MoeLite", TOP_2 | LATENT, **LATENT_PARTS),
     "gpt-oss": Family(
         "GptOss", TOP_2 | WINDOW | {"head_dim": 32}, lora=EXPERTS, fused={"mlp": ("mlp.experts",)},
-        mixtures="01", functions=APART if torch.cuda.is_available() else ONE,  # in fp32
-        in_layers={"DecoderLayer": 0} if torch.cuda.is_available() else {},
+        functions=APART if torch.cuda.is_available() else ONE,  # in fp32
+        in_layers={"DecoderLayer": 0} if torch.cuda.is_available() else MIXTURES,
     ),
     "Gemma": Family("Gemma"),
     "Gemma 2": Family(

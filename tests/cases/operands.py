@@ -148,10 +148,11 @@ def make_lora_experts(
     adapter_dtype=None,
     frozen_dtype=None,
     gate=SWIGLU,
+    residual=True,
 ):
-    x, gradient = (
+    x, gradient, before = (
         random(*shape, experts_case.HIDDEN, dtype=dtype, device=device, seed=seed)
-        for seed in (1, 2)
+        for seed in (1, 2, 4)
     )
     adapters, frozen = experts_case.mixture(
         frozen_dtype or dtype, device, r=r, adapter_dtype=FP32, gate=gate
@@ -161,8 +162,9 @@ def make_lora_experts(
     weights = random(*chosen.shape, dtype=dtype, device=device, seed=3).abs()
     if gate != SWIGLU:
         frozen = experts_case.with_limit_in_a_gap(frozen, x, adapters, chosen)
-    names = ("x", "weights", *experts_case.NAMES, "chosen", "frozen")
-    return Case(dict(zip(names, (x, weights, *adapters, chosen, frozen), strict=True)), [gradient])
+    names = ("x", "weights", *experts_case.NAMES, "residual", "chosen", "frozen")
+    values = x, weights, *adapters, before if residual else None, chosen, frozen
+    return Case(dict(zip(names, values, strict=True)), [gradient])
 
 
 def make_norm(function):

@@ -8,12 +8,10 @@ import pytest
 import torch
 from cases.families_case import (
     FAMILIES,
-    MIXTURE,
     OF_ATTENTION,
     UNKNOWN,
     USUAL,
     WINDOW,
-    everywhere,
 )
 from cases.fused_case import ALL, assert_close, assert_same, beside, values_of
 from cases.layer_case import operands_of
@@ -109,16 +107,11 @@ def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
         with pytest.raises(ValueError, match=wanted):
             fuse(fused, LAYER)
         return
-    done, reason, mixtures = fuse(fused, LAYER), FAMILIES[name].in_parts, FAMILIES[name].mixtures
+    done, reason = fuse(fused, LAYER), FAMILIES[name].in_parts
     running = 1 if reason and "Vision" not in reason else 2
     others = {where: why for where, why in done.left.items() if where not in FAMILIES[name].left}
     assert len(done.fused["layer"]) == running
-    if mixtures:
-        assert others == {everywhere("")[int(index)].rstrip("."): MIXTURE for index in mixtures}
-        whole = 2 - len(mixtures)
-        assert f"layer: {whole} of 2 layers and {len(mixtures)} in part fused" in str(done)
-    else:
-        assert len(others) == (reason != "") and all(reason in why for why in others.values())
+    assert len(others) == (reason != "") and all(reason in why for why in others.values())
     functions = {"DecoderLayer": running, **FAMILIES[name].in_layers}
     assert assert_same(fused, plain, 6, 2e-4) == {f: n for f, n in functions.items() if n}
 
@@ -192,7 +185,8 @@ def test_a_family_in_no_list_is_refused_by_name(device):
 
 
 def test_a_routers_loss_that_one_call_asks_for_is_added(device):
-    fused, plain, _ = pair("Mixtral", device)
+    plain = FAMILIES["Mixtral"].peft_model(device).train()
+    fused, _, _ = beside(plain, Fusion(**ALL, layer=True))
     inputs = inputs_of(plain, "Mixtral")
     got, want = (model(**inputs, output_router_logits=True) for model in (fused, plain))
     assert want.aux_loss is not None

@@ -4,7 +4,12 @@ import torch
 import torch.nn.functional as F
 from cases.reference import random, seeded
 
-from fused_lora.kernels.routed_rows import routed_swiglu_backward, routed_swiglu_forward, sum_routed
+from fused_lora.kernels.routed_rows import (
+    RoutedBias,
+    routed_swiglu_backward,
+    routed_swiglu_forward,
+    sum_routed,
+)
 
 TOP_K, SCALING = 2, 1.5
 SIZES = {"odd": (26, 139), "more than one block": (4, 1030), "one column": (2, 1)}
@@ -26,13 +31,25 @@ def places_for(rows, device):
     return order.view(-1, TOP_K).to(device)
 
 
+def beside(grad, weight):
+    """Return a token's residual, and a bias of each of three experts."""
+    rows, columns = grad.shape
+    options = {"dtype": grad.dtype, "device": grad.device}
+    expert = torch.arange(rows, device=grad.device) % 3
+    bias = RoutedBias(random(3, columns, seed=8, **options), expert, weight)
+    return random(rows // TOP_K, columns, seed=7, **options), bias
+
+
 def fused(base, addend, grad, grad_addend, weight, layout):
     weight = weight.flatten()
     both = layout(base), layout(addend), SCALING
     gate_up, hidden = routed_swiglu_forward(*both, weight)
     grads = layout(grad), layout(grad_addend), SCALING
     again = routed_swiglu_backward(*grads, gate_up, weight)
-    return gate_up, hidden, *again, sum_routed(*grads, places_for(len(grad), grad.device))
+    places, (residual, bias) = places_for(len(grad), grad.device), beside(grad, weight)
+    bias = bias._replace(bias=layout(bias.bias))
+    totals = sum_routed(*grads, places), sum_routed(*grads, places, layout(residual), bias)
+    return gate_up, hidden, *again, *totals
 
 
 def eager(base, addend, grad, grad_addend, weight):
@@ -42,8 +59,10 @@ def eager(base, addend, grad, grad_addend, weight):
     hidden = F.silu(gate) * up * weight[:, None]
     grad = grad + SCALING * grad_addend
     gradients = torch.autograd.grad(hidden, (gate_up, weight), grad)
-    total = grad[places_for(len(grad), grad.device)].sum(1)
-    return gate_up.detach(), hidden.detach(), hidden.detach(), *gradients, total
+    places, (residual, bias) = places_for(len(grad), grad.device), beside(grad, weight)
+    rows = grad + weight.detach()[:, None] * bias.bias[bias.expert]
+    totals = grad[places].sum(1), residual + rows[places].sum(1)
+    return gate_up.detach(), hidden.detach(), hidden.detach(), *gradients, *totals
 
 
 def test_without_an_addend_it_is_one_of_zeros(device):
@@ -53,5 +72,5 @@ def test_without_an_addend_it_is_one_of_zeros(device):
     weight, places = weight.flatten(), places_for(len(grad), device)
     gate_up, hidden = routed_swiglu_forward(base, None, SCALING, weight)
     again = routed_swiglu_backward(grad, None, SCALING, gate_up, weight)
-    got = gate_up, hidden, *again, sum_routed(grad, None, SCALING, places)
-    assert all(map(torch.equal, got, want))
+    totals = [sum_routed(grad, None, SCALING, places, *more) for more in ((), beside(grad, weight))]
+    assert all(map(torch.equal, (gate_up, hidden, *again, *totals), want))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from cases.families_case import FAMILIES, MIXTURE
+from cases.families_case import FAMILIES
 from cases.layer_case import layer_of, peft_model
 from cases.reasons import MODULES
 
@@ -30,13 +30,13 @@ def test_what_keeps_one_block_from_running_keeps_no_other(row, device):
     assert not other.reason and len(other.reads) == 2
 
 
-def test_a_mixture_of_experts_has_an_attention_that_runs(device):
+def test_a_mixture_of_experts_is_a_block_without_projections(device):
     family = FAMILIES["Qwen3-MoE"]
     config = family.config | ONE | {"attn_implementation": "sdpa"}
     layer = layer_of(replace(family, config=config).peft_model(device))
     attention, mlp = read_blocks(layer, DefaultBorder)
     assert not attention.reason and len(attention.reads) == 2
-    assert mlp.reason == MIXTURE and not mlp.reads
+    assert mlp.mixture is not None and not mlp.reason and not mlp.reads
 
 
 def test_a_layer_that_adds_a_mixture_to_its_mlp_runs_no_block(device):
