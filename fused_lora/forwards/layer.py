@@ -1,8 +1,8 @@
 """The switch `layer`: the forward of a whole decoder layer, on buffers of weights.
 
 `layer_reading.py` reads the layer. It runs as one function, or with a mixer as two around that. A
-mixture of experts follows as a function of its own (`mixture.py`). If an MLP cannot run so,
-attention or the mixer still runs as a block. A layer that cannot do that either runs its other
+mixture of experts is another function behind its first block (`mixture.py`). If an MLP cannot run
+so, attention or the mixer still runs as a block. A layer that cannot do that either runs its other
 fused parts one by one. Both warn once.
 """
 

@@ -61,8 +61,8 @@ class NormForm(NamedTuple):
 
 
 class MixtureForm(NamedTuple):
-    """A mixture of experts in an MLP's place: experts(x, chosen, weights), the last two of which
-    router(x) returns behind its logits, and sigmoid(shared_gate(x)) shared(x).
+    """A mixture of experts in an MLP's place: experts(x, chosen, weights) plus
+    sigmoid(shared_gate(x)) shared(x). router(x) returns its logits, weights and chosen.
 
     The names are modules of it, but for bias and jitter, which are attributes; "" for none.
     bias: the router's second argument, None if it is missing.

@@ -1,16 +1,25 @@
 """Whole layers with a mixture of experts, beside plain PEFT. `test_families.py` has each family in
 fp32, and `contract.py` the experts alone."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from cases.families_case import EXPERTS, FAMILIES, TOP_2, everywhere
-from cases.fused_case import ALL, assert_right, assert_same, assert_trains_alike, beside, step
+from cases.fused_case import (
+    ALL,
+    assert_close,
+    assert_right,
+    assert_same,
+    assert_trains_alike,
+    beside,
+    step,
+)
 from cases.layer_case import LAYER
 from cases.reference import relative_error
 
-from fused_lora import Fusion, report
+from fused_lora import Fusion, fuse, quantize_experts, report
 from fused_lora.forwards import layer_reading
 
 PACKED = [[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2
@@ -95,6 +104,22 @@ def test_a_trained_mixture_takes_the_steps_that_plain_peft_takes(device):
     plain = model(device, "Qwen2-MoE", torch.float32, MANY)
     fused, _, _ = beside(plain, LAYER)
     assert assert_trains_alike(fused, plain)["LoRA_Experts"] == 2
+
+
+@pytest.mark.parametrize("policy", ["", "full"])
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "gpt-oss"])
+def test_experts_in_4_bits_run_in_whole_layers(name, policy, device):
+    """As they do in parts, though both layers' weights lie in the same memory."""
+    if name == "gpt-oss" and device == "cuda":
+        pytest.skip("attention with sinks runs fused in 16 bits alone there")
+    parts = model(device, name, torch.float32)
+    quantize_experts(parts)
+    whole = copy.deepcopy(parts)
+    fuse(parts, Fusion(mlp=True)), fuse(whole, Fusion(layer=True, checkpoint=policy))
+    got, want = (step(one, length=5) for one in (whole, parts))
+    assert got.functions == {"DecoderLayer": 2, "LoRA_Experts": 2}
+    assert want.functions == {"LoRA_Experts": 2}
+    assert_close(got, want, 2e-4)
 
 
 @pytest.mark.parametrize("name", ["Qwen2-MoE", "Qwen3-MoE"])  # without an adapter on the router
