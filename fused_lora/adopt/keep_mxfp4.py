@@ -11,7 +11,11 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -44,19 +48,20 @@ def keep_mxfp4(config: PretrainedConfig) -> PretrainedConfig:
             f"keep_mxfp4: the checkpoint's quant_method is {method}, not mxfp4: load it without, "
             "then call quantize_experts"
         )
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(METHOD)(_Config)
+        register_quantizer(METHOD)(_Quantizer)
     config = copy.deepcopy(config)
     config.quantization_config = {"quant_method": METHOD}
     return config
 
 
-@register_quantization_config(METHOD)
 class _Config(Mxfp4Config):
     def __init__(self, **_: Any):
         super().__init__(dequantize=True)  # afterwards the model counts as any other
         self.quant_method = METHOD  # type: ignore[assignment]
 
 
-@register_quantizer(METHOD)
 class _Quantizer(Mxfp4HfQuantizer):
     def get_weight_conversions(self) -> list[WeightConverter]:
         return [
