@@ -11,7 +11,7 @@ Nothing is patched at import, nor on any class or library module.
 
 from .adopt.graph_steps import graph_steps
 from .adopt.quantize_experts import quantize_experts
-from .adopt.shard_base import shard_base
+from .adopt.where_base_lies import host_base, shard_base
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
 from .loss.log_probs import log_probs
 from .packing import FilledRows, fill_row, pack
@@ -27,6 +27,7 @@ __all__ = [
     "fill_row",
     "fuse",
     "graph_steps",
+    "host_base",
     "log_probs",
     "pack",
     "quantize_experts",

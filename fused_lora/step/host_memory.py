@@ -7,13 +7,15 @@ whatever lengths follow each other: it grows to the most bytes ever in use, roun
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..layer.buffer import PlacedWeight
 
 # Copying a slab takes 1.3 ms over PCIe 5. A power of two: torch 2.11 rounds pinned memory up to one
 SLAB_BYTES = 64 * 2**20
@@ -125,10 +127,14 @@ def _pinned(size: int) -> Tensor:
 
 
 def default_limit() -> int:
-    """Return this process's part of DEFAULT_SHARE of the host memory that is available now, which
-    the ranks on a host share."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return int(available_bytes() * DEFAULT_SHARE) // ranks
+    """Return DEFAULT_SHARE of what is `available_to_rank` now."""
+    return int(available_to_rank() * DEFAULT_SHARE)
+
+
+def available_to_rank() -> int:
+    """Return this process's part of the host memory that is available now, which the ranks on a
+    host share."""
+    return available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -169,3 +175,19 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
             if most.strip() != "max":
                 fields = dict(line.split() for line in stat.splitlines())
                 yield max(int(most) - int(used) + int(fields.get(cache, 0)), 0)
+
+
+def mapped_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes of these lie in mapped files, where transformers leaves a checkpoint's
+    weights. They are not read yet, and need host memory when they are."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    files = [line.split()[0].split("-") for line in lines if line.split()[4] != "0"]
+    ranges = [(int(first, 16), int(end, 16)) for first, end in files]
+    return sum(
+        tensor.nbytes
+        for tensor in tensors
+        if tensor.is_cpu
+        and not isinstance(tensor, PlacedWeight)
+        and any(first <= tensor.data_ptr() < end for first, end in ranges)
+    )
