@@ -374,8 +374,8 @@ FAULTS = (
           "return self._held if self._held.any() else self._held.copy_(self)", "saving"),
     Fault("fused_lora/weights/own_memory.py", 'and "base_model." not in prefix', "",
           "bordered"),
-    Fault("fused_lora/adopt/shard_base.py", ".chunk(group.size())[group.rank()]",
-          ".chunk(group.size())[0]", "shard_base"),
+    Fault("fused_lora/adopt/where_base_lies.py", ".chunk(ranks)[group.rank()]",
+          ".chunk(ranks)[0]", "where_base_lies"),
     Fault("fused_lora/forwards/layer_reading.py", "if dropout.training and dropout.p:",
           "if dropout.training and not dropout.p:", "support_table"),
     # --- bench ---

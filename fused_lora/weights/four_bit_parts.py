@@ -18,7 +18,6 @@ from ..foreign.ownership import HOOKED, owner_of
 from ..layer.scratch import Scratch, ScratchBuffer, Scratches
 from ..reading.four_bit import packed, places_of
 from ..reading.projection import Projection
-from .sourced_weight import SourcedWeight
 
 
 class Memories(Scratches):
@@ -101,8 +100,6 @@ def why_not_input(x: Tensor, reads: Sequence[Projection]) -> str:
     """Return the reason if projections in 4 bits cannot run fused on this input, or ""."""
     for read in reads:
         if read.is_packed:
-            if isinstance(read.base.weight, SourcedWeight):  # type: ignore[union-attr]
-                return "its weights lie in host memory, whence only whole layers fetch 4 bits"
             device = read.weight.device
             if device != x.device:  # there it may not be quantised yet
                 return f"its weights are on {device}, its input on {x.device}: move the model"

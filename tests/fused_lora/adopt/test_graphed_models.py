@@ -25,7 +25,7 @@ from cases.layer_case import LAYER
 from cases.peft_models import ids
 from cases.reference import assert_near, relative_error
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion, fuse, host_base
 from fused_lora.adopt.graph_steps import _decoder_in, _forget_memory
 from fused_lora.forwards.layer import borders_of
 from fused_lora.kernels.document_bounds import is_documents
@@ -45,10 +45,18 @@ def family(name, dtype=torch.float32):
     return lambda device: FAMILIES[name].peft_model(device, dtype).train()
 
 
+def on_host(device, **options):
+    model = layer_case.peft_model(device, **{"config": {"num_hidden_layers": 3}} | options)
+    host_base(model, layers_on_gpu=0)
+    return model
+
+
 MODELS = {
     "whole layers, biases and norms trained": (qwen2, BORDERED, TRAINED),
     "4 bits": (qwen2, Fusion(layer=True), {"change": quantised}),
     "4 bits, parts": (qwen2, PARTS, {"change": quantised}),
+    "base in host memory": (on_host, BORDERED, {}),
+    "4 bits in host memory": (on_host, BORDERED, {"change": quantised}),
     "FP8": (qwen2, FP8, {"config": CONFIG}),
     # in fp32 a GPU's grouped matmuls wait for the host
     "experts": (family("Qwen3-MoE", torch.bfloat16), Fusion(**ALL, checkpoint="full"), {}),
