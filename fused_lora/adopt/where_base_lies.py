@@ -19,7 +19,7 @@ from ..layer.shards import Shard
 from ..reading.four_bit import is_4bit, state_of
 from ..reading.projection import has_adapters
 from ..reading.refusal import attempt
-from ..step.host_memory import HostMemory, available_to_rank, mapped_bytes
+from ..step.host_memory import HostMemory, available_to_rank, bytes_to_read
 from ..weights.borders import borders_of
 from ..weights.default_border import DefaultBorder
 from ..weights.host_rows import HostRows
@@ -114,7 +114,8 @@ def host_base(model: nn.Module, layers_on_gpu: int | None = None) -> list[str]:
         )
     moved = _all_but(layers_on_gpu, layers)
     weights = [base.weight for bases in moved for base in bases.values()]
-    needed, available = mapped_bytes(weights), available_to_rank()
+    weights = [weight for weight in weights if not isinstance(weight, SourcedWeight)]
+    needed, available = bytes_to_read(weights), available_to_rank()
     if needed > available:
         raise ValueError(
             f"host_base: {needed / 2**30:.1f} GiB of weights do not fit in the "

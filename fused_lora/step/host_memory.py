@@ -15,8 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layer.buffer import PlacedWeight
-
 # Copying a slab takes 1.3 ms over PCIe 5. A power of two: torch 2.11 rounds pinned memory up to one
 SLAB_BYTES = 64 * 2**20
 # Pieces start at multiples of this.
@@ -177,17 +175,18 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
                 yield max(int(most) - int(used) + int(fields.get(cache, 0)), 0)
 
 
-def mapped_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return how many bytes of these lie in mapped files, where transformers leaves a checkpoint's
-    weights. They are not read yet, and need host memory when they are."""
+def bytes_to_read(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes of these need host memory once they are read there: those on a GPU, and
+    those in mapped files, where transformers leaves a checkpoint's weights."""
     maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    files = [line.split()[0].split("-") for line in lines if line.split()[4] != "0"]
-    ranges = [(int(first, 16), int(end, 16)) for first, end in files]
+    lines = [line.split() for line in maps.read_text().splitlines()] if maps.exists() else []
+    ranges = [
+        [int(address, 16) for address in addresses.split("-")]
+        for addresses, _, _, _, inode, *_ in lines
+        if inode != "0"
+    ]
     return sum(
-        tensor.nbytes
-        for tensor in tensors
-        if tensor.is_cpu
-        and not isinstance(tensor, PlacedWeight)
-        and any(first <= tensor.data_ptr() < end for first, end in ranges)
+        one.nbytes
+        for one in tensors
+        if one.is_cuda or any(first <= one.data_ptr() < end for first, end in ranges)
     )

@@ -24,6 +24,7 @@ from fused_lora.adopt import where_base_lies
 from fused_lora.layer.gathering import Gathering
 from fused_lora.step import host_memory
 from fused_lora.step.host_memory import HostMemory
+from fused_lora.weights.borders import borders_of
 from fused_lora.weights.host_rows import HostRows
 
 EVERYTHING = Fusion(**ALL, layer=True)
@@ -298,6 +299,10 @@ def test_the_report_says_where_the_base_lies(device):
     model = peft_model(device, config=FIVE)
     host_base(model, layers_on_gpu=2)
     assert "base: 3 of 5 layers in host memory, 0.0 GiB" in str(fuse(model, EVERYTHING))
+    # those in host memory take turns in two sets of memory, whatever lies between them
+    borders = [borders_of(layer_of(model, index)) for index in (0, 1, 3)]
+    assert [one.index for one in borders] == [0, 1, 2]
+    assert borders[0].ahead is borders[2].ahead is not borders[1].ahead
 
 
 def test_parts_that_would_need_4_bits_from_host_memory_are_left(device):
@@ -401,3 +406,15 @@ def test_a_layers_weights_are_gathered_while_the_one_before_it_runs():
     assert step(gathering, trained=1).endswith("backward | 3 2 | 1 | 0")
     step(gathering, trained=1)
     assert step(gathering, trained=1) == "| 0 1 | 2 | 3 | backward | 3 2 | 1 |"
+
+
+def test_what_a_failed_capture_has_started_is_brought_again(monkeypatch):
+    gathering = Noted()
+    for _ in range(2):
+        step(gathering)
+    with monkeypatch.context() as capture:
+        capture.setattr("fused_lora.layer.gathering.is_capturing", lambda _: True)
+        gathering.bring(0, HELD[0, 0])
+    gathering.noted.clear()
+    gathering.bring(1, HELD[1, 0])
+    assert gathering.noted == [1, 2]
