@@ -120,12 +120,20 @@ class SourcedWeight(WrappedWeight, PlacedWeight):
 
 class Params4bit(SourcedWeight):
     """Codes of a weight in 4 bits, [codes, 1] as bitsandbytes has them. PEFT knows codes by the
-    name of this class.
+    name of this class, and asks for the two properties.
 
     quant_state: bitsandbytes', which stays on the GPU.
     """
 
     quant_state: Any
+
+    @property
+    def compress_statistics(self) -> bool:
+        return self.quant_state.nested
+
+    @property
+    def quant_type(self) -> str:
+        return self.quant_state.quant_type
 
     @staticmethod
     @torch.inference_mode(False)

@@ -21,11 +21,11 @@ from cases.graph_case import (
     seen_as_captured,
     steps,
 )
-from cases.layer_case import LAYER
+from cases.layer_case import LAYER, on_host
 from cases.peft_models import ids
 from cases.reference import assert_near, relative_error
 
-from fused_lora import Fusion, fuse, host_base
+from fused_lora import Fusion, fuse
 from fused_lora.adopt.graph_steps import _decoder_in, _forget_memory
 from fused_lora.forwards.layer import borders_of
 from fused_lora.kernels.document_bounds import is_documents
@@ -34,6 +34,7 @@ from fused_lora.step.graphed_module import GraphedModule, new_leaves
 from fused_lora.weights.four_bit_parts import memories_of
 
 BORDERED, PARTS = Fusion(layer=True, checkpoint="full"), Fusion(**ALL)
+THREE = {"config": {"num_hidden_layers": 3}}
 TRAINED = {"bias": "all", "modules_to_save": ["input_layernorm", "q_norm"]}
 
 
@@ -45,18 +46,16 @@ def family(name, dtype=torch.float32):
     return lambda device: FAMILIES[name].peft_model(device, dtype).train()
 
 
-def on_host(device, **options):
-    model = layer_case.peft_model(device, **{"config": {"num_hidden_layers": 3}} | options)
-    host_base(model, layers_on_gpu=0)
-    return model
-
-
 MODELS = {
     "whole layers, biases and norms trained": (qwen2, BORDERED, TRAINED),
     "4 bits": (qwen2, Fusion(layer=True), {"change": quantised}),
     "4 bits, parts": (qwen2, PARTS, {"change": quantised}),
-    "base in host memory": (on_host, BORDERED, {}),
-    "4 bits in host memory": (on_host, BORDERED, {"change": quantised}),
+    "in host memory": (qwen2, BORDERED, {"change": on_host} | THREE),
+    "4 bits in host memory": (
+        qwen2,
+        BORDERED,
+        {"change": lambda base: on_host(quantised(base))} | THREE,
+    ),
     "FP8": (qwen2, FP8, {"config": CONFIG}),
     # in fp32 a GPU's grouped matmuls wait for the host
     "experts": (family("Qwen3-MoE", torch.bfloat16), Fusion(**ALL, checkpoint="full"), {}),

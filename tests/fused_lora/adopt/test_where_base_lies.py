@@ -317,6 +317,13 @@ def test_parts_that_would_need_4_bits_from_host_memory_are_left(device):
         assert relative_error(gradient, wanted[name]) < 1e-5
 
 
+def test_fp8_is_refused_in_words():
+    model = peft_model("cpu")
+    host_base(model)
+    with pytest.raises(ValueError, match="is in host memory: leave fp8 out, or host_base"):
+        fuse(model, Fusion(layer=True, fp8=True))
+
+
 REFUSED = {
     "fused": (lambda model: fuse(model, EVERYTHING), {}, "call host_base before fuse"),
     "a number": (lambda model: None, {"layers_on_gpu": -1}, "layers_on_gpu as a number from 0"),
