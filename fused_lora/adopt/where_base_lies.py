@@ -97,7 +97,8 @@ def host_base(model: nn.Module, layers_on_gpu: int | None = None) -> list[str]:
         layers_on_gpu: how many layers stay there. None: as many as half of the memory holds that
             is free beside the rest of the model, its gradients and AdamW's state.
 
-    Returns: the names of the weights. They cannot be changed any more: load and merge before.
+    Returns: the names of the weights, none if all layers fit. They cannot be changed any more: load
+        and merge before.
 
     Raises:
         ValueError: nothing has been moved, because no layer could run whole, the model is fused, in

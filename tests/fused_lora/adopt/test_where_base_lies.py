@@ -38,7 +38,7 @@ MORE = EVEN | {"num_hidden_layers": 4}
 HERE = None  # in place of a rank
 
 
-def elsewhere(rank, model, layers_on_gpu=None):
+def elsewhere(rank, model, layers_on_gpu=0):
     """Shard a model's base, or move it into host memory."""
     return host_base(model, layers_on_gpu) if rank is HERE else shard_base(model)
 
@@ -111,7 +111,7 @@ def trained(rank, device, how):
     _, fusion, options = MODELS[how]
     model = peft_model(device, **options)
     twin = copy.deepcopy(model)
-    names = elsewhere(rank, model, 2 if "two layers stay" in how else None)
+    names = elsewhere(rank, model, 2 if "two layers stay" in how else 0)
     left = fuse(model, fusion).left, fuse(twin, fusion).left
     errors = []
     for one in (model, twin) if how == "a layer that steps aside" else ():
@@ -151,7 +151,7 @@ def test_a_model_trains_the_same_wherever_its_base_lies(how, device):
 
 
 READS = {
-    "linear": lambda weight: F.linear(torch.ones(2, weight.shape[1]), weight),
+    "linear": lambda weight: F.linear(weight[:2] + 1, weight),
     "transposed": lambda weight: weight.t() * 2,
     "rows": lambda weight: weight[3:5],
     "split": lambda weight: torch.stack([one.sum() for one in weight.split([40, 100])]),
@@ -163,7 +163,7 @@ READS = {
 
 def read(rank, device):
     """Read a weight as it is made, and once it lies as a layer wants it."""
-    model = peft_model("cpu", config=EVEN)
+    model = peft_model(device, config=EVEN)
     whole = layer_of(model).mlp.gate_proj.base_layer.weight
     elsewhere(rank, model)
     where, call = ("in host", "host_base") if rank is HERE else ("sharded over", "shard_base")
@@ -219,7 +219,7 @@ def test_codes_in_host_memory_are_read_and_cannot_be_merged(device):
     x = torch.ones(3, 52, device=device)
     wanted = projection(x)
     plain = copy.deepcopy(projection.base_layer.weight)
-    host_base(model)
+    host_base(model, 0)
     codes = projection.base_layer.weight
     assert torch.equal(projection(x), wanted)
     assert torch.equal(codes + 0, plain + 0) and torch.equal(copy.deepcopy(codes) + 0, plain + 0)
@@ -227,14 +227,14 @@ def test_codes_in_host_memory_are_read_and_cannot_be_merged(device):
         model.merge_adapter()
     with pytest.raises(RuntimeError, match="save the adapters alone"):
         torch.save(codes, io.BytesIO())
-    host_base(model)  # nothing more to move
+    host_base(model, 0)  # nothing more to move
     assert projection.base_layer.weight is codes
 
 
 def test_adapters_of_a_base_in_host_memory_are_saved_and_switched(device, tmp_path):
     model = peft_model(device)
     wanted = gradients(model, 0)
-    host_base(model)
+    host_base(model, 0)
     fuse(model, CHECKPOINTED)
     model.save_pretrained(tmp_path)
     model.load_adapter(tmp_path, "again", is_trainable=True)
@@ -273,7 +273,7 @@ def test_a_base_that_host_memory_cannot_hold_is_refused_before_it_is_read(tmp_pa
     model = adapt(base, "cpu")
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 150_000)
     with pytest.raises(ValueError, match=r"GiB of weights do not fit in the .* GiB of host memory"):
-        host_base(model)
+        host_base(model, 0)
     host_base(model, layers_on_gpu=1)  # half of them do
 
 
@@ -308,7 +308,7 @@ def test_the_report_says_where_the_base_lies(device):
 def test_parts_that_would_need_4_bits_from_host_memory_are_left(device):
     model = peft_model(device, change=quantised)
     wanted = gradients(copy.deepcopy(model), 0)
-    host_base(model)
+    host_base(model, 0)
     with pytest.raises(ValueError, match=r"mlp=True fuses no .* only whole layers fetch it"):
         fuse(model, Fusion(mlp=True))
     left = fuse(model, Fusion(**ALL), strict=False).left
@@ -319,7 +319,7 @@ def test_parts_that_would_need_4_bits_from_host_memory_are_left(device):
 
 def test_fp8_is_refused_in_words():
     model = peft_model("cpu")
-    host_base(model)
+    host_base(model, 0)
     with pytest.raises(ValueError, match="is in host memory: leave fp8 out, or host_base"):
         fuse(model, Fusion(layer=True, fp8=True))
 
@@ -337,7 +337,7 @@ def test_a_base_that_cannot_move_is_refused_in_words(how):
     model = peft_model("cpu")
     change(model)
     with pytest.raises(ValueError, match=words):
-        host_base(model, **options)
+        host_base(model, **{"layers_on_gpu": 0} | options)
 
 
 # --- what is gathered when ------------------------------------------------------------------------

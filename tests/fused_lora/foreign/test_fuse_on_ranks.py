@@ -64,7 +64,11 @@ WRAPPED = {
     "host_base": DistributedDataParallel,
     "shard_base, FSDP2": shard_adapters,
 }
-BY_US = {"shard_base": shard_base, "shard_base, FSDP2": shard_base, "host_base": host_base}
+BY_US = {
+    "shard_base": shard_base,
+    "shard_base, FSDP2": shard_base,
+    "host_base": partial(host_base, layers_on_gpu=0),
+}
 FUSED = {
     "layer": (LAYER, {}),
     "everything, full": (EVERYTHING, {}),
