@@ -1,4 +1,4 @@
-"""Where the frozen base of a model lies: `shard_base` spreads it over ranks, `host_base` moves it
+"""Places for the frozen base of a model: `shard_base` spreads it over ranks, `host_base` moves it
 into host memory."""
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from fused_mlp.launching import DTYPES
 from ..foreign.parallel import is_in_fsdp, keep_from_ddp
 from ..forwards.layer_reading import read_groups
 from ..forwards.rms_norm import normed_layers
-from ..layer.gathering import Source
+from ..layer.gathering import WeightSource
 from ..layer.shards import Shard
 from ..reading.four_bit import is_4bit, state_of
 from ..reading.projection import has_adapters
@@ -138,7 +138,7 @@ def host_base(model: nn.Module, layers_on_gpu: int | None = None) -> list[str]:
     return _replace(model, moved, move)
 
 
-def _bases_of_layers(model: nn.Module, kind: type[Source]) -> list[Bases]:
+def _bases_of_layers(model: nn.Module, kind: type[WeightSource]) -> list[Bases]:
     """Return the linear layers under each decoder layer's projections whose weights are to move.
     Raises ValueError."""
     found: list[Bases] = []

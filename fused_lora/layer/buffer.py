@@ -38,7 +38,7 @@ from ..kernels.products import SwiGLUProducts
 from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
 from ..kernels.swiglu_products_forward import swiglu_forward_product
-from .gathering import Source
+from .gathering import WeightSource
 from .residual import Norm, apply_norm, norm_backward
 
 
@@ -76,7 +76,7 @@ class Buffer:
     the rows that they are brought into. group: which of a layer's buffers it is, if that matters.
     """
 
-    sources: Sequence[tuple[Source, Tensor]] = ()
+    sources: Sequence[tuple[WeightSource, Tensor]] = ()
     group = 0
 
     def __init__(self, matrix: Tensor, bias: Tensor | None, outputs: int, inputs: int):

@@ -1,7 +1,7 @@
 """Weights that do not lie on the GPU as a whole, brought there a layer ahead.
 
-A `Source` says where a weight lies: its rows are spread over ranks (`shards.py`), or all of them
-are in host memory (`weights/host_rows.py`). Layers bring theirs into memory that they take in
+A `WeightSource` says where a weight lies: its rows are spread over ranks (`shards.py`), or all of
+them are in host memory (`weights/host_rows.py`). Layers bring theirs into memory that they take in
 turns, two sets of it (`scratch.py`). Frozen weights have no gradient, so a step needs nothing else:
 each layer's weights once in the forward, and once in the backward, where a recompute shares them.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from fused_mlp.launching import is_capturing
 
 
-class Source(ABC):
+class WeightSource(ABC):
     """A frozen weight [out, in] that lies elsewhere.
 
     shape, dtype, device: those of the weight where it is used. where, call: for messages, where it
@@ -43,7 +43,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def address(self) -> int:
-        """Where it lies: what a CUDA graph reads."""
+        """The place of its memory, which a CUDA graph reads."""
 
     @abstractmethod
     def space(self, stride: int) -> None:
@@ -54,11 +54,11 @@ class Source(ABC):
         """Return the weight in new memory."""
 
     @abstractmethod
-    def copied(self) -> "Source":
+    def copied(self) -> "WeightSource":
         """Return a copy with its own memory."""
 
     @abstractmethod
-    def moved(self, device: torch.device, dtype: torch.dtype) -> "Source":
+    def moved(self, device: torch.device, dtype: torch.dtype) -> "WeightSource":
         """Return the same weight for use on a device, in a dtype."""
 
     @staticmethod
@@ -74,7 +74,7 @@ class Gathered(Protocol):
 
     key: tuple | None  # None: what lies in it is not this buffer's, or has no adapters
     group: int
-    sources: Sequence[tuple[Source, Tensor]]
+    sources: Sequence[tuple[WeightSource, Tensor]]
 
 
 class _Call(NamedTuple):
@@ -139,7 +139,7 @@ class Gathering:
 
     def _start(self, buffers: Sequence[Gathered]) -> None:
         """Start to bring these buffers' weights."""
-        by_way: dict[Hashable, list[tuple[Source, Tensor]]] = {}
+        by_way: dict[Hashable, list[tuple[WeightSource, Tensor]]] = {}
         for buffer in buffers:
             buffer.key = None
             for source, rows in buffer.sources:

@@ -22,7 +22,7 @@ from fused_mlp.launching import is_capturing
 from ..kernels.dequantize_4bit import Dequantize4bit
 from ..kernels.packed_4bit import Packed4bit
 from .buffer import Buffer
-from .gathering import Source
+from .gathering import WeightSource
 
 SERIALS = itertools.count()  # of what takes turns
 
@@ -52,7 +52,7 @@ class ScratchBuffer(Buffer):
     """A `Buffer` whose weights are written into a `Scratch`.
 
     weights: those of its projections, [out_i, in] each: packed, or plain ones that are copied, or
-        from a `Source`, which `Gathering` brings.
+        from a `WeightSource`, which `Gathering` brings.
     bias: [out + width] or None. biases: [out_i] or None each, copied into bias before each pass;
         empty: bias already holds them.
     group: which of a layer's buffers it is.
@@ -62,11 +62,11 @@ class ScratchBuffer(Buffer):
     def __init__(
         self,
         scratch: Scratch,
-        weights: Sequence[Packed4bit | Tensor | Source],
+        weights: Sequence[Packed4bit | Tensor | WeightSource],
         bias: Tensor | None,
         biases: Sequence[Tensor | None] = (),
         group: int = 0,
-        codes: Sequence[tuple[Source, Tensor]] = (),
+        codes: Sequence[tuple[WeightSource, Tensor]] = (),
     ):
         self._scratch, self.group = scratch, group
         self.serial = next(SERIALS)
@@ -78,7 +78,7 @@ class ScratchBuffer(Buffer):
         for weight, rows in zip(weights, self.weight.split(outs), strict=True):
             if isinstance(weight, Packed4bit):
                 self._packed.append((weight, rows))
-            elif isinstance(weight, Source):
+            elif isinstance(weight, WeightSource):
                 stride = rows.stride(0)
                 sources.append((weight, rows.as_strided((len(rows), stride), (stride, 1))))
             else:

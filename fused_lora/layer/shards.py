@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .gathering import Source
+from .gathering import WeightSource
 
 
-class Shard(Source):
+class Shard(WeightSource):
     """This rank's rows of a weight [out, in].
 
     rows: [out / ranks, in]. group: the ranks, each with as many rows, in the order of the weight's.

@@ -16,7 +16,7 @@ from ..foreign.parallel import is_gathered_in
 from ..kernels.packed_4bit import Packed4bit
 from ..kernels.rows import empty_rows
 from ..layer.buffer import Buffer
-from ..layer.gathering import Source
+from ..layer.gathering import WeightSource
 from ..layer.scratch import Scratch, ScratchBuffer
 from ..reading.four_bit import packed, places_of
 from ..reading.projection import Projection
@@ -51,7 +51,7 @@ class DefaultBorder(Border):
         key = group, layout, inputs, like.dtype, like.device  # o and down may be alike
         if key not in scratches:
             scratches[key] = Scratch(empty_rows(like, layout.rows, inputs + layout.width).zero_())
-        codes: list[tuple[Source, Tensor]] = []
+        codes: list[tuple[WeightSource, Tensor]] = []
         weights = [_stored(read, wanted, codes) for read in reads]
         biases: list[Tensor | None] = []
         if is_gathered:
@@ -64,8 +64,8 @@ class DefaultBorder(Border):
 
 
 def _stored(
-    read: Projection, wanted: Wanted, codes: list[tuple[Source, Tensor]]
-) -> Packed4bit | Tensor | Source:
+    read: Projection, wanted: Wanted, codes: list[tuple[WeightSource, Tensor]]
+) -> Packed4bit | Tensor | WeightSource:
     """Return a weight as it is stored. Codes that lie elsewhere get memory here, and join `codes`
     with it."""
     if not read.is_packed:

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..layer.gathering import Source
+from ..layer.gathering import WeightSource
 from ..step.host_memory import HostMemory
 
 
@@ -35,7 +35,7 @@ class _Held:
             self._give_back()
 
 
-class HostRows(Source):
+class HostRows(WeightSource):
     """A weight [out, in] in host memory.
 
     rows: where it lies now. device: where it is used. memory: the slabs that it is pinned in, one

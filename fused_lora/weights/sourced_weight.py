@@ -15,31 +15,31 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..layer.buffer import PlacedWeight
-from ..layer.gathering import Source
+from ..layer.gathering import WeightSource
 from .wrapped_weight import SAME, WrappedWeight, aten, written_of
 
 
 class SourcedWeight(WrappedWeight, PlacedWeight):
     """Rows [row, row + out) of a source."""
 
-    source: Source
+    source: WeightSource
     row: int
 
     @classmethod
     @torch.inference_mode(False)  # otherwise it could not be used outside
-    def of(cls, source: Source, row: int = 0, count: int | None = None) -> "SourcedWeight":
+    def of(cls, source: WeightSource, row: int = 0, count: int | None = None) -> "SourcedWeight":
         size = (source.shape[0] if count is None else count, source.shape[1])
         return cls._made(size, source, row)
 
     @classmethod
-    def _made(cls, size: tuple[int, ...], source: Source, row: int = 0) -> Any:
+    def _made(cls, size: tuple[int, ...], source: WeightSource, row: int = 0) -> Any:
         self: Any = Tensor._make_wrapper_subclass(
             cls, size, dtype=source.dtype, device=source.device
         )
         self.source, self.row = source, row
         return self
 
-    def like(self, source: Source) -> "SourcedWeight":
+    def like(self, source: WeightSource) -> "SourcedWeight":
         """Return the same rows of another source."""
         return self.of(source, self.row, self.shape[0])
 
@@ -82,8 +82,8 @@ class SourcedWeight(WrappedWeight, PlacedWeight):
 
     def _not_saved(self) -> str:
         return (
-            f"this weight is {self.source.where} and cannot be saved or read from memory: save the "
-            "adapters alone, model.save_pretrained(folder)"
+            f"this weight is {self.source.where}, and cannot be saved: save the adapters alone, "
+            "model.save_pretrained(folder)"
         )
 
     def _refused(self, done: str, to_do: str) -> str:
@@ -137,12 +137,12 @@ class Params4bit(SourcedWeight):
 
     @staticmethod
     @torch.inference_mode(False)
-    def of_codes(source: Source, quant_state: Any) -> "Params4bit":
+    def of_codes(source: WeightSource, quant_state: Any) -> "Params4bit":
         self = Params4bit._made((source.shape[1], 1), source)
         self.quant_state = quant_state
         return self
 
-    def like(self, source: Source) -> "Params4bit":
+    def like(self, source: WeightSource) -> "Params4bit":
         if source.dtype != self.dtype:
             raise RuntimeError(self._refused("cast", "cast the model"))
         if source.device != self.device:
