@@ -82,7 +82,7 @@ class SourcedWeight(WrappedWeight, PlacedWeight):
 
     def _not_saved(self) -> str:
         return (
-            f"this weight is {self.source.where}, and cannot be saved: save the adapters alone, "
+            f"this weight is {self.source.where}: save the adapters alone, "
             "model.save_pretrained(folder)"
         )
 
