@@ -43,10 +43,12 @@ def elsewhere(rank, model, layers_on_gpu=0):
     return host_base(model, layers_on_gpu) if rank is HERE else shard_base(model)
 
 
-def in_both(ranks, body):
-    """Return the results of body(rank, device) on ranks, and here."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return *on_ranks(ranks, body), body(HERE, device)
+def results_of(ranks, body, device, *arguments):
+    """Return those of body(rank, device, *arguments) on ranks, or of HERE if there are none."""
+    return on_ranks(ranks, body, *arguments) if ranks else [body(HERE, device, *arguments)]
+
+
+somewhere = pytest.mark.parametrize("ranks", [2, 0], ids=["ranks", "host"])
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -141,8 +143,7 @@ def trained(rank, device, how):
 @pytest.mark.filterwarnings("ignore:.*has hooks")
 @pytest.mark.parametrize("how", MODELS)
 def test_a_model_trains_the_same_wherever_its_base_lies(how, device):
-    ranks = MODELS[how][0]
-    results = on_ranks(ranks, trained, how) if ranks else [trained(HERE, device, how)]
+    results = results_of(MODELS[how][0], trained, device, how)
     for error, (left, left_of_whole), count in results:
         assert error < 1e-5 and left == left_of_whole and count
 
@@ -184,8 +185,9 @@ def read(rank, device):
     return [torch.equal(*pair) for pair in zip(found, wanted * 2, strict=True)]
 
 
-def test_a_weight_elsewhere_reads_as_a_whole_one_and_cannot_be_written():
-    for equal in in_both(2, read):
+@somewhere
+def test_a_weight_elsewhere_reads_as_a_whole_one_and_cannot_be_written(ranks, device):
+    for equal in results_of(ranks, read, device):
         assert len(equal) == 2 * len(READS) and all(equal)
 
 
@@ -205,8 +207,9 @@ def moved(rank, device):
     return error, rows.dtype, rows.shape, 140 if rank is HERE else 70
 
 
-def test_a_model_whose_base_lies_elsewhere_can_be_cast_and_unfused():
-    for error, dtype, shape, rows in in_both(2, moved):
+@somewhere
+def test_a_model_whose_base_lies_elsewhere_can_be_cast_and_unfused(ranks, device):
+    for error, dtype, shape, rows in results_of(ranks, moved, device):
         assert error < 1e-12 and dtype == torch.float64 and shape == (rows, 52)
 
 
