@@ -112,7 +112,7 @@ class HostRows(WeightSource):
 
     @staticmethod
     def start(pairs: Sequence[tuple["HostRows", Tensor]]) -> Callable[[], None]:
-        device = pairs[0][1].device
+        device = pairs[0][0].device
         if device.type != "cuda":
             for source, rows in pairs:
                 source._copy_to(rows)

@@ -15,6 +15,7 @@ from cases.layer_case import layer_of, peft_model
 from cases.peft_models import adapt, base_model, ids, set_weights
 from cases.ranks import on_ranks
 from cases.reference import relative_error, seeded
+from cases.streams import Gpu, Later, Stream, on_stream
 from peft import LoraConfig
 from safetensors.torch import save as safe
 from transformers import AutoModelForCausalLM
@@ -24,6 +25,7 @@ from fused_lora.adopt import where_base_lies
 from fused_lora.layer.gathering import Gathering
 from fused_lora.step import host_memory
 from fused_lora.step.host_memory import HostMemory
+from fused_lora.weights import host_rows
 from fused_lora.weights.borders import borders_of
 from fused_lora.weights.host_rows import HostRows
 
@@ -259,7 +261,8 @@ def test_a_weight_is_pinned_in_pieces_where_its_layer_reads_it(monkeypatch):
         rows = [torch.full((30, stride), -1.0) for _ in sources]
         for source in sources:
             source.space(stride)
-        HostRows.start([*zip(sources, rows, strict=True)])()
+        for source, matrix in zip(sources, rows, strict=True):
+            source._copy_to(matrix)
         for found, weight in zip(rows, weights, strict=True):
             assert torch.equal(found[:, :10], weight) and not found[:, 10:].any()
     assert memory.pinned_bytes == 6 * 1024  # what is too small now was used again
@@ -370,9 +373,12 @@ class Held:
 HELD = {(layer, group): [Held(layer, group)] for layer in range(4) for group in range(2)}
 
 
-def step(gathering, trained=0, is_checkpointed=False, layers=(0, 1, 2, 3)):
+def step(
+    gathering, trained=0, is_checkpointed=False, layers=(0, 1, 2, 3), held=HELD,
+    read=lambda index: None,
+):  # fmt: skip
     """Run a step's calls: a forward, and the backward of layers from `trained` on. Return what was
-    gathered in each call."""
+    gathered in each call. read: what a call does then."""
 
     class Layer(torch.autograd.Function):
         @staticmethod
@@ -389,7 +395,8 @@ def step(gathering, trained=0, is_checkpointed=False, layers=(0, 1, 2, 3)):
 
     def called(index):
         gathering.noted.append("|")
-        gathering.bring(index, HELD[index, 0])
+        gathering.bring(index, held[index, 0])
+        read(index)
 
     gathering.noted.clear()
     x = torch.ones(1)
@@ -428,3 +435,32 @@ def test_what_a_failed_capture_has_started_is_brought_again(monkeypatch):
     gathering.noted.clear()
     gathering.bring(1, HELD[1, 0])
     assert gathering.noted == [1, 2]
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["early", "late"])
+def test_a_layer_reads_its_own_weights_whenever_the_copies_run(is_early, monkeypatch):
+    user, copies = Stream(), Stream()
+    Gpu.current = user
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Gpu.current)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(host_rows, "_stream_on", lambda device: copies)
+    gpu, memory = torch.device("cuda", 0), HostMemory(0)
+    monkeypatch.setattr(HostRows, "_pinned", lambda _, flat: host_rows._Held([flat], lambda: None))
+    sets = [torch.zeros(3, 16).as_subclass(Later) for _ in range(2)]
+    held = {}
+    for layer in range(4):
+        held[layer, 0] = [one] = [Held(layer)]
+        one.sources = [(HostRows(torch.full((3, 10), layer + 1.0), gpu, memory), sets[layer % 2])]
+    seen = []
+
+    def read(index):
+        memory = sets[index % 2].as_subclass(torch.Tensor)
+        user.queue.append(lambda: seen.append((index + 1.0, memory[2, 9].item())))
+        if is_early:
+            copies.run()
+
+    gathering = Noted()
+    for _ in range(3):
+        step(gathering, is_checkpointed=True, held=held, read=read)
+    user.run()
+    assert len(seen) == 3 * (4 + 8) and all(found == wanted for wanted, found in seen)
