@@ -107,7 +107,8 @@ class SourcedWeight(WrappedWeight, PlacedWeight):
         if func is aten._to_copy.default:
             device, dtype = kwargs.get("device"), kwargs.get("dtype")
             return first.like(first.source.moved(device or first.device, dtype or first.dtype))
-        if func is aten.split_with_sizes.default and not any(args[2:]):
+        is_split = func is aten.split_with_sizes.default and not any(args[2:])
+        if is_split and type(first) is SourcedWeight:
             starts = (first.row + sum(args[1][:i]) for i in range(len(args[1])))
             pairs = zip(starts, args[1], strict=True)
             return [first.of(first.source, start, size) for start, size in pairs]
