@@ -89,7 +89,7 @@ SHARDED = {
 ON_HOST = {f"{how}, host": (0, *row[1:]) for how, row in SHARDED.items() if row[0] < 4} | {
     "4 bits, host": (0, IN_4_BITS, {"config": FIVE, "change": quantised}),
     "4 bits, full, host": (0, IN_4_BITS_AGAIN, {"config": FIVE, "change": quantised}),
-    "4 bits, two layers stay, host": (0, IN_4_BITS_AGAIN, {"config": FIVE, "change": quantised}),
+    "4 bits, two layers stay, host": (0, IN_4_BITS_AGAIN, {"config": MORE, "change": quantised}),
     "two layers stay, host": (0, EVERYTHING, {"config": FIVE}),
     "selective, host": (0, Fusion(**ALL, layer=True, checkpoint="selective", checkpoint_gib=1e-4),
                         {"config": MORE}),
