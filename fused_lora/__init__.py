@@ -12,7 +12,7 @@ Nothing is patched at import, nor on any class or library module.
 from .adopt.graph_steps import graph_steps
 from .adopt.keep_mxfp4 import keep_mxfp4
 from .adopt.quantize_experts import quantize_experts
-from .adopt.shard_base import shard_base
+from .adopt.where_base_lies import host_base, shard_base
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
 from .loss.log_probs import log_probs
 from .packing import FilledRows, fill_row, pack
@@ -28,6 +28,7 @@ __all__ = [
     "fill_row",
     "fuse",
     "graph_steps",
+    "host_base",
     "keep_mxfp4",
     "log_probs",
     "pack",

@@ -9,8 +9,10 @@ from ..foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
 from ..foreign.ownership import fused_parts_of
 from ..foreign.parallel import between_forwards
 from ..forwards.layer_reading import children_in_blocks, layer_weights
+from ..forwards.rms_norm import normed_layers
 from ..reading.projection import BASE_IS_TRAINED, has_adapters
 from ..weights.borders import Border, borders_of
+from ..weights.sourced_weight import SourcedWeight
 from .switches import BORDERS, SWITCHES, switches_for
 
 # The parts that a module was set to run. Its forward no longer tells once it is replaced.
@@ -30,14 +32,16 @@ class FusionReport:
         or attention may be left: the others then run fused one by one.
     counts: part -> how many units run fused: "2 of 8 projections".
     host_memory: under checkpoint="offload", what waited there in the last forward; "" before it.
+    base: after `host_base` or `shard_base`, how many layers' weights lie where; "" without.
 
-    As a string it has a line for each part, for host memory and for each reason.
+    As a string it has a line for each part, for the base, for host memory and for each reason.
     """
 
     fused: dict[str, list[str]]
     left: dict[str, str]
     counts: dict[str, str] = field(default_factory=dict, compare=False)
     host_memory: str = field(default="", compare=False)
+    base: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         fused = {part: names for part, names in self.fused.items() if names}
@@ -45,6 +49,8 @@ class FusionReport:
             f"{part}: {self.counts.get(part, f'{len(names)} modules')} fused"
             for part, names in fused.items()
         ]
+        if self.base:
+            lines.append(f"base: {self.base}")
         if self.host_memory:
             lines.append(f"host memory: {self.host_memory}")
         modules: dict[str, list[str]] = {}
@@ -94,7 +100,24 @@ def report(model: nn.Module) -> FusionReport:
             found.left[f"{name} as checkpoint"] = reason
             found.fused["checkpoint"].remove(name)
     offloads = (policy.offload for policy in {*layers.values()} if policy is not None)
-    return replace(found, host_memory="; ".join(filter(None, map(str, offloads))))
+    host_memory = "; ".join(filter(None, map(str, offloads)))
+    return replace(found, host_memory=host_memory, base=_where_base_lies(model))
+
+
+def _where_base_lies(model: nn.Module) -> str:
+    """Say how many layers' weights do not lie on this GPU, and where they do."""
+    layers = [layer for _, layer in normed_layers(model)]
+    away = {
+        weight: layer
+        for layer in layers
+        for weight in layer.parameters()
+        if isinstance(weight, SourcedWeight)
+    }
+    if not away:
+        return ""
+    (weight, *_), gib = away, sum(weight.nbytes for weight in away) / 2**30
+    count = len({*away.values()})
+    return f"{count} of {len(layers)} layers {weight.source.where}, {gib:.1f} GiB"
 
 
 def asked_for(model: nn.Module) -> set[str]:

@@ -19,12 +19,12 @@ from ..foreign.versions import CACHE, by_name, class_forward
 from ..kernels.rows import Handover
 from ..layer.attention_block import AttentionBlock
 from ..layer.decoder_layer import DecoderLayer
+from ..layer.gathering import Gathering
 from ..layer.mixer_block import MixerBlock
 from ..layer.mlp_block import MLPBlock
 from ..layer.operands import Frame
 from ..layer.residual import Norm
 from ..layer.scratch import Scratches
-from ..layer.shards import Gathering
 from ..reading import unchanged
 from ..reading.aside import say_once
 from ..reading.known import known_form, layer_form
@@ -34,7 +34,7 @@ from ..reading.site import KERNELS_WANT_A_GPU
 from ..rerun import once, saving_last
 from ..weights.borders import Border, borders_of
 from ..weights.four_bit_parts import why_not_input
-from ..weights.sharded_weight import ShardedWeight
+from ..weights.sourced_weight import SourcedWeight
 from . import layer_reading as reading
 from .attend import mask_for_attention
 from .attention import attention_block, in_call
@@ -222,18 +222,19 @@ def give_borders(layers: Sequence[tuple[str, Any]]) -> None:
     """Connect the borders of a model's fused layers, given in the order of a forward. Move the
     weights of those that can run as one now into buffers."""
     handover, scratches = Handover(), Scratches()
-    # sharded weights are gathered while the layer before them runs, which has other matrices
-    gathering, alternating = Gathering(), (Scratches(), Scratches())
+    # weights are gathered while the layer before runs, whose own lie in other memory
+    gathering, ahead = Gathering(), (Scratches(), Scratches())
+    gathered = 0
     first_with: dict[int, str] = {}
-    for index, (name, layer) in enumerate(layers):
+    for name, layer in layers:
         borders = borders_of(layer)
         assert borders is not None
         weights = [base.weight for base in reading.base_layers(layer)]
         replica_of = next(filter(None, (first_with.get(id(weight)) for weight in weights)), None)
         first_with.update((id(weight), name) for weight in weights if replica_of is None)
-        is_sharded = any(isinstance(weight, ShardedWeight) for weight in weights)
-        borders.scratches = alternating[index % 2] if is_sharded else scratches
-        borders.handover, borders.index = handover, index
+        borders.scratches, borders.ahead = scratches, ahead[gathered % 2]
+        borders.handover, borders.index = handover, gathered
+        gathered += any(isinstance(weight, SourcedWeight) for weight in weights)
         borders.gathering, borders.replica_of = gathering, replica_of
         running, reason = attempt(reading.read_running, layer)
         if not reason and not _waits(running.groups[0][0].weight, borders.kind):

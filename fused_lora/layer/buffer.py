@@ -38,8 +38,8 @@ from ..kernels.products import SwiGLUProducts
 from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
 from ..kernels.swiglu_products_forward import swiglu_forward_product
+from .gathering import WeightSource
 from .residual import Norm, apply_norm, norm_backward
-from .shards import Shard
 
 
 class Dropout(NamedTuple):
@@ -72,11 +72,11 @@ class Buffer:
     """The memory of a bordered weight, while something needs it, and its products.
 
     matrix: [out + width, in + width]. bias: [out + width], zero after out, or None. key: of the
-    adapters that are in the border now; None: unknown. shards: of sharded weights, and the rows
-    that they are gathered into. group: which of a layer's buffers it is, if that matters.
+    adapters that are in the border now; None: unknown. sources: of weights that lie elsewhere, and
+    the rows that they are brought into. group: which of a layer's buffers it is, if that matters.
     """
 
-    shards: Sequence[tuple[Shard, Tensor]] = ()
+    sources: Sequence[tuple[WeightSource, Tensor]] = ()
     group = 0
 
     def __init__(self, matrix: Tensor, bias: Tensor | None, outputs: int, inputs: int):

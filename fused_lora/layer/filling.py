@@ -11,7 +11,7 @@ from fused_mlp.launching import is_capturing
 from ..kernels.many_copies import ManyCopies, Matrices
 from ..kernels.rows import Handover
 from .buffer import WeightGroup
-from .shards import Gathering
+from .gathering import Gathering
 
 
 class Adapter(NamedTuple):
@@ -36,7 +36,8 @@ class Key(NamedTuple):
 class Filling:
     """Copies one layer's adapters into its borders, and knows which are there.
 
-    handover, gathering: one for all layers of a model. index: the layer's place in a forward.
+    handover, gathering: one for all layers of a model. index: the layer's place in a forward, among
+    those whose weights are gathered.
     """
 
     def __init__(self) -> None:
@@ -69,9 +70,9 @@ class Filling:
                 one.buffer.key = None
 
     def _bring(self, groups: Sequence[WeightGroup]) -> None:
-        sharded = [group.buffer for group in groups if group.buffer.shards]
-        if sharded:
-            self.gathering.bring(self.index, sharded)
+        gathered = [group.buffer for group in groups if group.buffer.sources]
+        if gathered:
+            self.gathering.bring(self.index, gathered)
 
     def _fill(
         self, groups: Sequence[WeightGroup], adapters: Sequence[Adapter], keys: Sequence[Key]

@@ -6,7 +6,9 @@ backward, one launch writes all of them into matrices that the layers of a model
 For Qwen2.5-3B these matrices are 154 MB, and both passes over all layers write 11 GB.
 
 Weights that FSDP2 shards over ranks are plain only while it has gathered them, each by itself. They
-are copied into the same matrices. Those of `shard_base` are gathered into them (`shards.py`).
+are copied into the same matrices. Those of `shard_base` and `host_base` are brought into them a
+layer ahead (`gathering.py`). In 4 bits it is their codes that come ahead, into two sets of memory,
+and all layers share one set of matrices.
 """
 
 import itertools
@@ -20,7 +22,7 @@ from fused_mlp.launching import is_capturing
 from ..kernels.dequantize_4bit import Dequantize4bit
 from ..kernels.packed_4bit import Packed4bit
 from .buffer import Buffer
-from .shards import Shard
+from .gathering import WeightSource
 
 SERIALS = itertools.count()  # of what takes turns
 
@@ -50,19 +52,21 @@ class ScratchBuffer(Buffer):
     """A `Buffer` whose weights are written into a `Scratch`.
 
     weights: those of its projections, [out_i, in] each: packed, or plain ones that are copied, or
-        shards, which `Gathering` gathers.
+        from a `WeightSource`, which `Gathering` brings.
     bias: [out + width] or None. biases: [out_i] or None each, copied into bias before each pass;
         empty: bias already holds them.
     group: which of a layer's buffers it is.
+    codes: those of packed weights that lie elsewhere, and the memory that each is brought into.
     """
 
     def __init__(
         self,
         scratch: Scratch,
-        weights: Sequence[Packed4bit | Tensor | Shard],
+        weights: Sequence[Packed4bit | Tensor | WeightSource],
         bias: Tensor | None,
         biases: Sequence[Tensor | None] = (),
         group: int = 0,
+        codes: Sequence[tuple[WeightSource, Tensor]] = (),
     ):
         self._scratch, self.group = scratch, group
         self.serial = next(SERIALS)
@@ -70,17 +74,18 @@ class ScratchBuffer(Buffer):
         super().__init__(scratch.memory, bias, sum(outs), weights[0].shape[1])
         self._packed: list[tuple[Packed4bit, Tensor]] = []
         self._plain: list[tuple[Tensor, Tensor]] = []
-        shards = []
+        sources = [*codes]
         for weight, rows in zip(weights, self.weight.split(outs), strict=True):
             if isinstance(weight, Packed4bit):
                 self._packed.append((weight, rows))
-            elif isinstance(weight, Shard):
+            elif isinstance(weight, WeightSource):
                 stride = rows.stride(0)
-                weight.space(stride)
-                shards.append((weight, rows.as_strided((len(rows), stride), (stride, 1))))
+                sources.append((weight, rows.as_strided((len(rows), stride), (stride, 1))))
             else:
                 self._plain.append(_as_words(weight.detach(), rows))
-        self.shards = shards
+        for source, rows in sources:
+            source.space(rows.stride(0))
+        self.sources = sources
         if bias is not None and biases:
             pairs = zip(biases, bias[: sum(outs)].split(outs), strict=True)
             self._plain += [(one, part) for one, part in pairs if one is not None]

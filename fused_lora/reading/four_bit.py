@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..foreign.parallel import is_dtensor, is_in_fsdp, why_sharded
 from ..kernels.packed_4bit import Nested, Packed4bit
+from ..layer.buffer import PlacedWeight
 from .known import inner_norm
 from .site import KERNELS_WANT_A_GPU
 
@@ -127,4 +128,6 @@ def places_of(base: Any) -> tuple:
     """Return what changes when a layer's packed weight has moved or was quantised again."""
     state = state_of(base)
     inner = state.state2.absmax.data_ptr() if state.nested else None
-    return base.weight.data_ptr(), state.absmax.data_ptr(), state.blocksize, inner
+    is_placed = isinstance(base.weight, PlacedWeight)
+    place = base.weight.place if is_placed else base.weight.data_ptr()
+    return place, state.absmax.data_ptr(), state.blocksize, inner

@@ -83,10 +83,17 @@ def why_not_base(base: nn.Module) -> str | None:
     return None
 
 
+def why_not_alone(base: nn.Module) -> str | None:
+    """Return the reason if a base layer cannot run fused outside a whole layer."""
+    if is_4bit(base) and isinstance(base.weight, PlacedWeight):
+        return "its weight in 4 bits is in host memory, where only whole layers fetch it"
+    return why_not_base(base)
+
+
 def read_projection(
     projection: nn.Module,
     own_forward: bool = True,
-    why_not_base: Callable[[nn.Module], str | None] = why_not_base,
+    why_not_base: Callable[[nn.Module], str | None] = why_not_alone,
 ) -> Projection:
     """Return the parts of a projection that computes what Projection says and nothing else. Raises
     a Refusal for any other.

@@ -28,7 +28,6 @@ from transformers.utils import output_capturing
 from ..foreign.ownership import owner_of
 from ..foreign.parallel import is_in_fsdp
 from ..layer.buffer import PlacedWeight
-from ..layer.shards import Shard
 from ..rerun import join, split
 from ..step.hooks import Bystander
 
@@ -245,7 +244,7 @@ class _Found:
             self._open_each(value)
         elif isinstance(value, Bystander):  # on the module for a call, and may hold the model
             self.is_complete = False
-        elif isinstance(value, PretrainedConfig | Shard) or _is_bitsandbytes(value):
+        elif isinstance(value, PretrainedConfig) or _is_bitsandbytes(value):
             self.dicts.append(vars(value))
             self._open_each(vars(value).values())
 

@@ -7,7 +7,7 @@ whatever lengths follow each other: it grows to the most bytes ever in use, roun
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -125,10 +125,14 @@ def _pinned(size: int) -> Tensor:
 
 
 def default_limit() -> int:
-    """Return this process's part of DEFAULT_SHARE of the host memory that is available now, which
-    the ranks on a host share."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return int(available_bytes() * DEFAULT_SHARE) // ranks
+    """Return DEFAULT_SHARE of what is `available_to_rank` now."""
+    return int(available_to_rank() * DEFAULT_SHARE)
+
+
+def available_to_rank() -> int:
+    """Return this process's part of the host memory that is available now, which the ranks on a
+    host share."""
+    return available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -169,3 +173,20 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
             if most.strip() != "max":
                 fields = dict(line.split() for line in stat.splitlines())
                 yield max(int(most) - int(used) + int(fields.get(cache, 0)), 0)
+
+
+def bytes_to_read(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes of these need host memory once they are read there: those on a GPU, and
+    those in mapped files, where transformers leaves a checkpoint's weights."""
+    maps = Path("/proc/self/maps")
+    lines = [line.split() for line in maps.read_text().splitlines()] if maps.exists() else []
+    ranges = [
+        [int(address, 16) for address in addresses.split("-")]
+        for addresses, _, _, _, inode, *_ in lines
+        if inode != "0"
+    ]
+    return sum(
+        one.nbytes
+        for one in tensors
+        if one.is_cuda or any(first <= one.data_ptr() < end for first, end in ranges)
+    )

@@ -62,6 +62,7 @@ class Wanted(NamedTuple):
     ranks: Sequence[int]  # of the parts' adapters
     dtype: torch.dtype  # the model's, which the weights may not show
     scratches: Scratches  # the model's, for weights that are stored in another form
+    ahead: Scratches  # every second layer's, for weights that come ahead
     group: int  # which of a layer's buffers it is
 
 
@@ -225,8 +226,8 @@ class LayerBorders(Filling):
     """The borders of one decoder layer, or of an attention alone.
 
     replica_of: the name of an earlier layer with the same base weights (PEFT's layer_replication).
-    They lie in that layer's buffers. scratches: shared by all layers of a model, or by every second
-    one where weights are sharded.
+    They lie in that layer's buffers. scratches: shared by all layers of a model. ahead: by every
+    second one whose weights are gathered.
     """
 
     def __init__(self, kind: type[Border], groups: int = GROUPS):
@@ -234,7 +235,7 @@ class LayerBorders(Filling):
         self.kind = kind
         self.by_group = tuple(kind() for _ in range(groups))
         self.replica_of: str | None = None
-        self.scratches = Scratches()
+        self.scratches, self.ahead = Scratches(), Scratches()
 
     def forget(self) -> None:
         """Have the next backward fill the borders again, whatever is in them now."""
@@ -257,7 +258,9 @@ class LayerBorders(Filling):
         """
         every = zip(self.by_group, groups, parts, ranks, strict=True)
         found = [
-            border.find_or_make(Wanted(reads, split, ranks_of_parts, dtype, self.scratches, group))
+            border.find_or_make(
+                Wanted(reads, split, ranks_of_parts, dtype, self.scratches, self.ahead, group)
+            )
             if reads
             else None
             for group, (border, reads, split, ranks_of_parts) in enumerate(every)

@@ -1,5 +1,5 @@
 """The buffers of a layer whose user asks for no other kind. Plain weights lie in them. Those in 4
-bits, or spread over ranks, are written into memory that all layers share.
+bits, spread over ranks or in host memory are written into memory that all layers share.
 
 FSDP2 gathers a layer's weights before its forward and before its backward, and frees them after
 each. They come back in the same parameters, which it has made itself, so a buffer can keep these
@@ -16,18 +16,18 @@ from ..foreign.parallel import is_gathered_in
 from ..kernels.packed_4bit import Packed4bit
 from ..kernels.rows import empty_rows
 from ..layer.buffer import Buffer
+from ..layer.gathering import WeightSource
 from ..layer.scratch import Scratch, ScratchBuffer
-from ..layer.shards import Shard
 from ..reading.four_bit import packed, places_of
 from ..reading.projection import Projection
 from .borders import Border, Layout, Wanted, held_bias, move_biases
-from .sharded_weight import ShardedWeight
+from .sourced_weight import SourcedWeight
 
 
 class DefaultBorder(Border):
     """A Border that also takes weights in 4 bits, beside others or alone, those that FSDP2 gathers
-    and those of `shard_base`. All are written into a scratch in each pass. Without any, it is a
-    Border."""
+    and those of `shard_base` and `host_base`. All are written into a scratch in each pass. Without
+    any, it is a Border."""
 
     may_wait = True
 
@@ -41,28 +41,45 @@ class DefaultBorder(Border):
     @torch.inference_mode(False)
     @torch.no_grad()
     def make(self, wanted: Wanted, layout: Layout) -> Buffer:
-        reads, scratches, group = wanted.reads, wanted.scratches, wanted.group
+        reads, group = wanted.reads, wanted.group
         is_gathered = _are_gathered(reads)
         if not is_gathered and not _is_written(reads):
             return super().make(wanted, layout)
         like, inputs = reads[0].weight, reads[0].weight.shape[1]
+        comes_ahead = any(isinstance(read.weight, SourcedWeight) for read in reads)
+        scratches = wanted.ahead if comes_ahead else wanted.scratches
         key = group, layout, inputs, like.dtype, like.device  # o and down may be alike
         if key not in scratches:
             scratches[key] = Scratch(empty_rows(like, layout.rows, inputs + layout.width).zero_())
-        weights: list[Packed4bit | Tensor | Shard] = [  # as they are stored
-            packed(read.base) if read.is_packed
-            else read.weight.shard if isinstance(read.weight, ShardedWeight)
-            else read.weight
-            for read in reads
-        ]  # fmt: skip
+        codes: list[tuple[WeightSource, Tensor]] = []
+        weights = [_stored(read, wanted, codes) for read in reads]
         biases: list[Tensor | None] = []
         if is_gathered:
             biases = [held_bias(read) for read in reads]
             bias = None if all(one is None for one in biases) else like.new_zeros(layout.rows)
         else:
             bias = move_biases(reads, layout, like.dtype)
-        self._kept = ScratchBuffer(scratches[key], weights, bias, biases, group)
+        self._kept = ScratchBuffer(scratches[key], weights, bias, biases, group, codes)
         return self._kept
+
+
+def _stored(
+    read: Projection, wanted: Wanted, codes: list[tuple[WeightSource, Tensor]]
+) -> Packed4bit | Tensor | WeightSource:
+    """Return a weight as it is stored. Codes that lie elsewhere get memory here, and join `codes`
+    with it."""
+    if not read.is_packed:
+        return read.weight.source if isinstance(read.weight, SourcedWeight) else read.weight
+    weight = packed(read.base)
+    if not isinstance(weight.codes, SourcedWeight):
+        return weight
+    source = weight.codes.source
+    key = "codes", wanted.group, len(codes), source.shape, source.dtype, source.device
+    if key not in wanted.ahead:
+        memory = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        wanted.ahead[key] = Scratch(memory)
+    codes.append((source, wanted.ahead[key].memory))
+    return weight._replace(codes=wanted.ahead[key].memory)
 
 
 def _are_gathered(reads: Sequence[Projection]) -> bool:
@@ -70,7 +87,7 @@ def _are_gathered(reads: Sequence[Projection]) -> bool:
 
 
 def _is_written(reads: Sequence[Projection]) -> bool:
-    return any(read.is_packed or isinstance(read.weight, ShardedWeight) for read in reads)
+    return any(read.is_packed or isinstance(read.weight, SourcedWeight) for read in reads)
 
 
 def places_of_gathered(reads: Sequence[Projection]) -> tuple:
@@ -87,7 +104,7 @@ def places_of_gathered(reads: Sequence[Projection]) -> tuple:
 
 def _place_of(read: Projection) -> tuple:
     bias = held_bias(read)
-    if isinstance(read.weight, ShardedWeight):
+    if isinstance(read.weight, SourcedWeight):
         place: tuple = read.weight.place
     else:
         place = places_of(read.base) if read.is_packed else (read.weight.data_ptr(),)

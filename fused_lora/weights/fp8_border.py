@@ -16,7 +16,7 @@ from . import fp8_checkpoint as checkpoint
 from .borders import Border, Layout, Wanted, held_bias, move_biases
 from .fp8_weight import Fp8Weight, become_fp8, why_not_in_fp8
 from .own_memory import let_save
-from .sharded_weight import ShardedWeight
+from .sourced_weight import SourcedWeight
 
 
 class Fp8Border(Border):
@@ -30,8 +30,10 @@ class Fp8Border(Border):
         *coded, norm = weights
         if any(map(is_dtensor, coded)):
             return "fully_shard shards its weights: leave fp8 out, or its layers unsharded"
-        if any(isinstance(weight, ShardedWeight) for weight in coded):
-            return "shard_base has sharded its weights: leave fp8 out, or shard_base"
+        for weight in coded:
+            if isinstance(weight, SourcedWeight):
+                source = weight.source
+                return f"its weight is {source.where}: leave fp8 out, or {source.call}"
         if any(weight.dtype == E4M3 for weight in coded):  # they do not show the model's dtype
             coded.append(norm)
         return next(filter(None, map(why_not_in_fp8, coded)), None)

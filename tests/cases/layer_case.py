@@ -8,7 +8,7 @@ from cases.fused_case import beside
 from cases.peft_models import LAYERS, adapt, base_model
 from cases.reference import assert_within_budget, over_draws, random
 
-from fused_lora import Fusion
+from fused_lora import Fusion, host_base
 from fused_lora.forwards import layer as adopted
 from fused_lora.forwards.layer_reading import read_running
 from fused_lora.layer.decoder_layer import DecoderLayer, LoRA_Attention
@@ -40,6 +40,12 @@ def peft_model(
     model = adapt(change(base), device, **lora)
     _quarter(model, ".q_proj.lora_B")
     return model.train()
+
+
+def on_host(base):
+    """Move a base model's layers into host memory."""
+    host_base(base.requires_grad_(False), layers_on_gpu=0)
+    return base
 
 
 def _quarter(model, named):

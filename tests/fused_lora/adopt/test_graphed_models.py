@@ -21,7 +21,7 @@ from cases.graph_case import (
     seen_as_captured,
     steps,
 )
-from cases.layer_case import LAYER
+from cases.layer_case import LAYER, on_host
 from cases.peft_models import ids
 from cases.reference import assert_near, relative_error
 
@@ -34,6 +34,7 @@ from fused_lora.step.graphed_module import GraphedModule, new_leaves
 from fused_lora.weights.four_bit_parts import memories_of
 
 BORDERED, PARTS = Fusion(layer=True, checkpoint="full"), Fusion(**ALL)
+THREE = {"config": {"num_hidden_layers": 3}}
 TRAINED = {"bias": "all", "modules_to_save": ["input_layernorm", "q_norm"]}
 
 
@@ -49,6 +50,12 @@ MODELS = {
     "whole layers, biases and norms trained": (qwen2, BORDERED, TRAINED),
     "4 bits": (qwen2, Fusion(layer=True), {"change": quantised}),
     "4 bits, parts": (qwen2, PARTS, {"change": quantised}),
+    "in host memory": (qwen2, BORDERED, {"change": on_host} | THREE),
+    "4 bits in host memory": (
+        qwen2,
+        BORDERED,
+        {"change": lambda base: on_host(quantised(base))} | THREE,
+    ),
     "FP8": (qwen2, FP8, {"config": CONFIG}),
     "4 bits, experts": (qwen2, PARTS, EXPERTS),
     # in fp32 a GPU's grouped matmuls wait for the host

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_lora import Fusion, fuse, report, shard_base, unfuse
+from fused_lora import Fusion, fuse, host_base, report, shard_base, unfuse
 from fused_lora.forwards.layer import borders_of
 from fused_lora.weights.expert_weight import ExpertWeight
 
@@ -63,9 +63,14 @@ WRAPPED = {
     "FSDP2, all": shard_all,
     "FSDP2, all, before fuse": shard_all,
     "shard_base": DistributedDataParallel,
+    "host_base": DistributedDataParallel,
     "shard_base, FSDP2": shard_adapters,
 }
-BY_US = ("shard_base", "shard_base, FSDP2")
+BY_US = {
+    "shard_base": shard_base,
+    "shard_base, FSDP2": shard_base,
+    "host_base": partial(host_base, layers_on_gpu=0),
+}
 FUSED = {
     "layer": (LAYER, {}),
     "everything, full": (EVERYTHING, {}),
@@ -84,7 +89,7 @@ def wrapped_and_fused(model, how, fusion):
         found = fuse(model, fusion)
         return wrapped.to(next(model.parameters()).device), found  # as trainers do
     if how in BY_US:
-        assert len(shard_base(model)) == 14
+        assert len(BY_US[how](model)) == 14
     found = fuse(model, fusion)
     return WRAPPED[how](model), found
 
@@ -159,7 +164,7 @@ TRIED = [
 
 @pytest.mark.slow(
     "find_unused_parameters-layer", "find_unused_parameters-parts", "FSDP2-everything, full",
-    "FSDP2, all-everything, full", "FSDP2, all-parts",
+    "FSDP2, all-everything, full", "FSDP2, all-parts", "host_base-everything, even",
 )  # fmt: skip
 @pytest.mark.parametrize(("how", "fused"), TRIED)
 def test_two_ranks_train_as_one_process_does_on_all_batches(how, fused):
@@ -190,7 +195,8 @@ def kept(rank, device, how, fused, folder):
     want = step(update=False)
     is_copied = how in BY_US or "all" in how or "4 bits" in fused
     for layer in model.get_submodule(LAYERS):
-        assert bool(borders_of(layer).scratches) == is_copied  # weights on each rank lie in place
+        borders = borders_of(layer)  # weights on each rank lie in place
+        assert bool(borders.scratches or borders.ahead) == is_copied
     states = copy.deepcopy(get_state_dict(model, optimizer, options=ADAPTERS))
     step(update=True)
     later = step(update=False)
@@ -207,13 +213,13 @@ def kept(rank, device, how, fused, folder):
     return {"loss": later, "unfused": step(update=False), "tokens": tokens}
 
 
-@pytest.mark.slow("FSDP2, all, before fuse-layer")
+@pytest.mark.slow("FSDP2, all, before fuse-layer", "host_base-everything, even")
 @pytest.mark.parametrize(
     ("how", "fused"),
     [
         ("FSDP2", "layer"), ("FSDP2", "layer, 4 bits"), ("FSDP2, all, before fuse", "layer"),
         ("FSDP2, all", "layer, 4 bits"), ("shard_base", "everything, even"),
-        ("shard_base, FSDP2", "everything, even"),
+        ("shard_base, FSDP2", "everything, even"), ("host_base", "everything, even"),
     ],
 )  # fmt: skip
 def test_sharded_adapters_are_saved_loaded_and_unfused(how, fused, tmp_path, device):

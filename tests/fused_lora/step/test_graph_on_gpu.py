@@ -22,7 +22,7 @@ from cases.graph_case import (
     steps,
     tiny,
 )
-from cases.layer_case import peft_model
+from cases.layer_case import on_host, peft_model
 from cases.peft_models import FAMILIES, ids
 
 from fused_lora import Fusion
@@ -46,6 +46,12 @@ FUSED = {
     "whole layers, one product for q, k and v": ("Phi3", AGAIN, TRAINED),
     "parts in 4 bits": ("Qwen2", Fusion(**ALL, checkpoint="full"), {"change": quantised}),
     "whole layers in 4 bits": ("Qwen2", IN_4_BITS, {"change": quantised}),
+    "whole layers in host memory": ("Qwen2", AGAIN, {"change": on_host}),
+    "whole layers in 4 bits in host memory": (
+        "Qwen2",
+        IN_4_BITS,
+        {"change": lambda base: on_host(quantised(base))},
+    ),
     "whole layers in 4 bits, prepared": ("Qwen2", IN_4_BITS, {"change": prepared}),
     "whole layers in FP8": (
         "Qwen2",

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_lora import Fusion, fuse, report, shard_base, unfuse
+from fused_lora import Fusion, fuse, host_base, report, shard_base, unfuse
 from fused_lora.reading.projection import Projection
 from fused_lora.weights.default_border import places_of_gathered
 
@@ -35,6 +35,7 @@ MODELS = {  # that differ
         "config": ONE_LAYER | {"intermediate_size": 140},
     },
     "shard_base, then fully_shard": {"config": ONE_LAYER | {"intermediate_size": 140}},
+    "shard_base, then host_base": {"config": ONE_LAYER | {"intermediate_size": 140}},
     "a trained head and its norm": {"config": ONE_LAYER, "modules_to_save": ["lm_head"]},
 }
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -61,6 +62,11 @@ def nothing(model):
 def then_fully_shard(model):
     shard_base(model)
     return after_fuse(shard)(model)
+
+
+def then_host_base(model):
+    shard_base(model)
+    host_base(model)
 
 
 def shard_base_after(wrap):
@@ -171,6 +177,7 @@ WRAPPED = {
     "shard_base after fully_shard": (shard_base_after(shard), "shards the model already"),
     "shard_base of odd sizes": (shard_base, "gate_proj.base_layer has 139 rows, which 2 ranks"),
     "shard_base, then fully_shard": (then_fully_shard, RIGHT),
+    "shard_base, then host_base": (then_host_base, "the base is sharded over ranks already"),
     "4 bits, cast": (
         after_fuse(partial(shard, mp_policy=BF16)),
         r"cast packed 4-bit .*: load the model with bnb_4bit_quant_storage=torch.bfloat16",
