@@ -63,9 +63,10 @@ class DecoderLayer(torch.autograd.Function):
         found, gate: of a MixerBlock, which comes first; else None.
         trained: of each block the A [r, in] and B [out, r] of its projections, in bf16, fp16 or
             fp32. They are copied into the borders, in the buffers' dtype and scaled. Where the
-            block trains_others, a bias of each projection follows, in any dtype, and the weights of
-            its two norms in hidden's, None for one that is not trained. They replace the block's.
-            Biases are summed in fp32, and so are all these gradients.
+            block trains_others, a bias of each projection follows and then a magnitude of each
+            (DoRA's), [out] in any dtype, and the weights of its two norms in hidden's, None for one
+            that is not there or not trained. Biases and norms replace the block's. Gradients are
+            summed in fp32.
         blocks: an AttentionBlock or a MixerBlock, an MLPBlock, or both in this order, with norms in
             hidden's dtype.
 
@@ -108,6 +109,7 @@ class DecoderLayer(torch.autograd.Function):
         adapters = tuple(trained.adapters for trained in every)
         filling, groups = _filled(blocks)
         filling.fill(groups, list(chain.from_iterable(adapters)))
+        blocks = tuple(map(_scaled, blocks, every))
         # not a view itself, or autograd would forbid to change it in place
         output = None
         if blocks[-1].output_needed:
@@ -178,6 +180,10 @@ def _with_others(block: Any, trained: Trained) -> Any:
     return block._replace(frame=block.frame.with_others(name, trained))
 
 
+def _scaled(block: Any, trained: Trained) -> Any:
+    return block._replace(frame=block.frame.scaled(trained)) if trained.magnitudes else block
+
+
 def _without_seed(block: Any) -> Any:
     return (
         block._replace(frame=block.frame._replace(seed=None))
@@ -192,8 +198,8 @@ def _by_block(values: Sequence, blocks: Blocks) -> Iterator[Trained]:
     if len(values) != sum(wanted):
         raise ValueError(
             f"{_function_of(blocks)}: {len(values)} trained tensors given, should be {sum(wanted)}"
-            ": A and B of each projection of a block, and where it trains others a bias of each "
-            "and two norms, None for one that is not trained"
+            ": A and B of each projection of a block, and where it trains others a bias and a "
+            "magnitude of each and two norms, None for one that is not trained"
         )
     first = 0
     for block, count in zip(blocks, wanted, strict=True):
