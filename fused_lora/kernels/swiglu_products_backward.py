@@ -266,12 +266,13 @@ def swiglu_backward_products(
         _launch(grad_hidden, gate_up, grad_gate_up, products, activation, coded, scale)
         most = max(0 if product is None else product.factor.shape[1] for product in three)
         for first in range(MAX_BLOCK_RANK, most, MAX_BLOCK_RANK):
-            rest = [
+            hidden, gate, up = (
                 None if product is None or product.factor.shape[1] <= first
                 else Product(product.factor[:, first:], product.gradient[:, first:], *product[2:])
                 for product in three
-            ]  # fmt: skip
-            _launch(grad_hidden, gate_up, None, SwiGLUProducts(*rest), activation, None, scale)
+            )  # fmt: skip
+            rest = SwiGLUProducts(hidden, gate, up)
+            _launch(grad_hidden, gate_up, None, rest, activation, None, scale)
 
 
 def _launch(

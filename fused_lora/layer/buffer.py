@@ -86,10 +86,10 @@ class Buffer:
     matrix: [out + width, in + width]. bias: [out + width], zero after out, or None. key: of the
     adapters that are in the border now; None: unknown. shards: of sharded weights, and the rows
     that they are gathered into. group: which of a layer's buffers it is, if that matters. weight,
-    A, sB: the parts of it. scales: [out], what the rows of a weight in codes are multiplied by.
+    A, sB: the parts of it. row_scales: [out], of a weight in codes, or None.
     """
 
-    scales: Tensor | None = None
+    row_scales: Tensor | None = None
     shards: Sequence[tuple[Shard, Tensor]] = ()
     group = 0
 
@@ -333,25 +333,22 @@ class WeightGroup:
         if all(magnitude is None for magnitude in magnitudes):
             return self
         group = WeightGroup(self.buffer, self.layout, self.own_bias)
-        group.scale = ColumnScale(
-            *once(lambda: self._factors(magnitudes), is_small=True), self.base_bias
-        )
-        group.base_bias = None
+        factor, inverse_norm = once(lambda: self._factors(magnitudes), is_small=True)
+        group.scale, group.base_bias = ColumnScale(factor, inverse_norm, self.base_bias), None
         return group
 
     def _factors(self, magnitudes: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        buffer, row = self.buffer, 0
         factor = torch.ones(self.out, dtype=torch.float32, device=self.A.device)
         inverse_norm = torch.empty_like(factor)
+        scales, row = self.buffer.row_scales, 0
         for magnitude, out, first, block in zip(
             magnitudes, self.out_features, self.starts, self.blocks, strict=True
         ):
-            rows, columns = slice(row, row + out), slice(first, first + block)
+            rows, border = slice(row, row + out), slice(first, first + block)
             if magnitude is not None:
                 magnitude_factors(
-                    buffer.weight[rows], self.A[columns], self.sB[rows, columns], magnitude,
-                    buffer.scales if buffer.scales is None else buffer.scales[rows], factor[rows],
-                    inverse_norm[rows],
+                    self.buffer.weight[rows], self.A[border], self.sB[rows, border], magnitude,
+                    None if scales is None else scales[rows], factor[rows], inverse_norm[rows],
                 )  # fmt: skip
             row += out
         return factor, inverse_norm

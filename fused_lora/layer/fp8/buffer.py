@@ -68,7 +68,8 @@ class Fp8Buffer(Buffer):
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype
     ):
         outputs, inputs = codes.shape
-        self.scales, self.bias = scales, bias
+        self.scales = self.row_scales = scales
+        self.bias = bias
         self.key: tuple | None = None
         self.made_of: dict[int, int] = {}
         self.serial = next(_serials)
