@@ -122,6 +122,8 @@ def magnitude_factors(
     """
     kernel = _magnitude_factors_kernel
     (rows, columns), rank = W.shape, A.shape[0]
+    if rows == 0:
+        return
     block_rank = min(max(next_power_of_2(rank), 16), MAX_BLOCK_RANK)
     launch(
         kernel, (cdiv(rows, NORM_ROWS),),
@@ -279,7 +281,9 @@ def sum_magnitudes(
     """
     parts = sums.split_with_sizes([*outs], 1), scale.inverse_norm.split_with_sizes([*outs])
     for gradient, its_sums, inverse_norm in zip(gradients, *parts, strict=True):
-        if gradient is not None:
+        if gradient is not None and len(sums) == 0:
+            gradient.zero_()
+        elif gradient is not None:
             launch(
                 _sum_magnitude_kernel, (cdiv(len(gradient), SUM_COLUMNS),),
                 its_sums, inverse_norm, gradient, sums.stride(0), len(sums), len(gradient),

@@ -11,7 +11,7 @@ from cases.reference import random, unpacked
 
 from fused_lora.functions.lora_linear import FrozenLayers, FrozenLinear, LoRA_W
 from fused_lora.kernels.fp8_rows import codes_and_scales
-from fused_lora.layer.buffer import Buffer, Dropout
+from fused_lora.layer.buffer import Activation, Buffer, Dropout
 from fused_lora.layer.fp8.buffer import Fp8Buffer
 from fused_lora.layer.residual import Norm
 from fused_mlp.dropout import draw_masks
@@ -79,7 +79,7 @@ def down_projection(case):
     def output(B):
         total = case.residual.clone()
         buffer = case.buffer(B)
-        buffer.add_swiglu(case.gate_up, total, total, None, 1.0, "silu", case.dropout)
+        buffer.add_swiglu(case.gate_up, total, total, None, 1.0, Activation(), case.dropout)
         return total
 
     return case.share(output, torch.nn.functional.silu(gate) * up)
