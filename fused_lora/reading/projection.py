@@ -8,7 +8,6 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -141,16 +140,12 @@ def read_projection(
     return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base, magnitude, is_packed)
 
 
-def _why_not_dora(scaler: Any, dropped: float, may_scale: bool) -> str | None:
-    """Return the reason if an adapter's magnitudes cannot be used."""
-    if type(scaler) is not DoraLinearLayer:
-        return f"it uses DoRA as {type(scaler).__name__}: only linear layers run fused"
-    if not may_scale:
-        return "it uses DoRA, which runs fused in whole layers: ask for layer=True"
+def _why_not_dora(scaler: nn.Module, dropped: float, may_scale: bool) -> str | None:
+    """Return the reason if an adapter's magnitudes, which this module has, cannot be used."""
     if dropped:
-        return (
-            "it uses DoRA with lora_dropout, which takes every matmul twice: set lora_dropout to 0"
-        )
+        return "it uses DoRA with lora_dropout: set that to 0.0"
+    if not may_scale:
+        return "it uses DoRA, which only whole layers compute: ask for layer=True"
     return why_call(scaler)
 
 
