@@ -36,11 +36,18 @@ BACKWARD_ROWS, BACKWARD_COLUMNS, SUM_COLUMNS = 16, 128, 128
 MAX_RANGES = 128  # of rows: more than fill a GPU of 132 multiprocessors at 2,048 columns
 
 
-class ColumnScale(NamedTuple):
-    """What the outputs of a buffer's projections are multiplied by, and what is added then."""
+class Factors(NamedTuple):
+    """What magnitudes become with the weights and adapters of a buffer."""
 
     factor: Tensor  # [out] fp32: c, or 1 of a projection without magnitudes
     inverse_norm: Tensor  # [out] fp32, the derivative of c; unset without magnitudes
+
+
+class ColumnScale(NamedTuple):
+    """What the outputs of a buffer's projections are multiplied by, and what is added then."""
+
+    factor: Tensor
+    inverse_norm: Tensor
     bias: Tensor | None  # [out]
 
 

@@ -37,7 +37,7 @@ from fused_mlp.utils import without_autocast
 
 from ..kernels.dropped_products import dropped_gradient, dropped_products
 from ..kernels.extend_rows import extend_rows
-from ..kernels.magnitudes import ColumnScale, magnitude_factors, sum_magnitudes
+from ..kernels.magnitudes import ColumnScale, Factors, magnitude_factors, sum_magnitudes
 from ..kernels.products import SwiGLUProducts
 from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
@@ -327,17 +327,22 @@ class WeightGroup:
     def with_own_bias(self, own_bias: Tensor | None) -> "WeightGroup":
         return WeightGroup(self.buffer, self.layout, own_bias)
 
-    def scaled(self, magnitudes: Sequence[Tensor | None]) -> "WeightGroup":
-        """Return the group with the scale that these magnitudes [out] give with what the buffer
-        holds, None for a projection without one. A recompute takes the first run's."""
-        if all(magnitude is None for magnitude in magnitudes):
+    def scaled(self, factors: Factors | None) -> "WeightGroup":
+        """Return the group with the scale of these factors."""
+        if factors is None:
             return self
         group = WeightGroup(self.buffer, self.layout, self.own_bias)
-        factor, inverse_norm = once(lambda: self._factors(magnitudes), is_small=True)
-        group.scale, group.base_bias = ColumnScale(factor, inverse_norm, self.base_bias), None
+        group.scale, group.base_bias = ColumnScale(*factors, self.base_bias), None
         return group
 
-    def _factors(self, magnitudes: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    def factors(self, magnitudes: Sequence[Tensor | None]) -> Factors | None:
+        """Return what these magnitudes [out], None for a projection without, become with what the
+        buffer holds. A recompute takes the first run's."""
+        if all(magnitude is None for magnitude in magnitudes):
+            return None
+        return Factors(*once(lambda: self._factors(magnitudes), is_small=True))
+
+    def _factors(self, magnitudes: Sequence[Tensor | None]) -> Factors:
         factor = torch.ones(self.out, dtype=torch.float32, device=self.A.device)
         inverse_norm = torch.empty_like(factor)
         scales, row = self.buffer.row_scales, 0
@@ -351,7 +356,7 @@ class WeightGroup:
                     None if scales is None else scales[rows], factor[rows], inverse_norm[rows],
                 )  # fmt: skip
             row += out
-        return factor, inverse_norm
+        return Factors(factor, inverse_norm)
 
     def sum_magnitudes(self, sums: Tensor, gradients: Sequence[Tensor | None]) -> None:
         """Write the gradients of the projections' magnitudes from the sums of `magnitudes.py`."""

@@ -27,7 +27,16 @@ from .buffer import Incoming, WeightGroup
 from .filling import Adapter, Filling
 from .mixer_block import MixerBlock
 from .mlp_block import MLPBlock
-from .operands import Dropouts, Kinds, Trained, check_block, check_input, draw_dropouts, kinds_of
+from .operands import (
+    Dropouts,
+    Kinds,
+    BlockFactors,
+    Trained,
+    check_block,
+    check_input,
+    draw_dropouts,
+    kinds_of,
+)
 
 NAME = "DecoderLayer"
 Blocks = Sequence[AttentionBlock | MixerBlock | MLPBlock]
@@ -40,6 +49,7 @@ class Saved(NamedTuple):
     dtype: torch.dtype  # of hidden
     totals: tuple[Tensor, ...]  # [T, hidden], before each further block
     blocks: tuple[Any, ...]
+    factors: tuple[BlockFactors, ...]  # theirs
     saved: tuple[Any, ...]
     adapters: tuple[tuple[Adapter, ...], ...]
     dropouts: tuple[Dropouts, ...]
@@ -109,7 +119,8 @@ class DecoderLayer(torch.autograd.Function):
         adapters = tuple(trained.adapters for trained in every)
         filling, groups = _filled(blocks)
         filling.fill(groups, list(chain.from_iterable(adapters)))
-        blocks = tuple(map(_scaled, blocks, every))
+        unscaled, factors = blocks, tuple(map(_factors_of, blocks, every))
+        blocks = tuple(map(_scaled, blocks, factors))
         # not a view itself, or autograd would forbid to change it in place
         output = None
         if blocks[-1].output_needed:
@@ -131,7 +142,7 @@ class DecoderLayer(torch.autograd.Function):
                 output = total.detach().view(output.shape)
         store(ctx, Saved(
             hidden if found is None and blocks[0].frame.adds else None, hidden.dtype,
-            tuple(totals), tuple(map(_without_seed, blocks)), tuple(all_saved), adapters,
+            tuple(totals), tuple(map(_without_seed, unscaled)), factors, tuple(all_saved), adapters,
             tuple(all_dropouts), tuple(map(kinds_of, every)),
         ))  # fmt: skip
         return hidden.new_zeros(1).expand(hidden.shape) if output is None else output
@@ -141,7 +152,8 @@ class DecoderLayer(torch.autograd.Function):
         saved: Saved = restore(ctx)
         refuse_second_derivative(_function_of(saved.blocks), "the unfused layer")
         need_hidden, _, _, *row, _ = ctx.needs_input_grad
-        hidden, blocks, adapters = saved.hidden, saved.blocks, saved.adapters
+        hidden, adapters = saved.hidden, saved.adapters
+        blocks = tuple(map(_scaled, saved.blocks, saved.factors))
         filling, groups = _filled(blocks)
         filling.refill(groups, list(chain.from_iterable(adapters)))
         sums = AdapterSums()
@@ -180,8 +192,13 @@ def _with_others(block: Any, trained: Trained) -> Any:
     return block._replace(frame=block.frame.with_others(name, trained))
 
 
-def _scaled(block: Any, trained: Trained) -> Any:
-    return block._replace(frame=block.frame.scaled(trained)) if trained.magnitudes else block
+def _factors_of(block: Any, trained: Trained) -> BlockFactors:
+    return block.frame.factors(trained)
+
+
+def _scaled(block: Any, factors: BlockFactors) -> Any:
+    frame = block.frame.scaled(factors)
+    return block if frame is block.frame else block._replace(frame=frame)
 
 
 def _without_seed(block: Any) -> Any:

@@ -18,6 +18,7 @@ from fused_mlp.dropout import draw_masks
 from fused_mlp.launching import check_runnable
 from fused_mlp.utils import compute_dtype
 
+from ..kernels.magnitudes import Factors
 from ..kernels.row_norm import MAX_HIDDEN, _rms_norm_forward_kernel
 from .buffer import Dropout, WeightGroup
 from .filling import Adapter, Filling, adapters_of
@@ -106,13 +107,26 @@ class Frame(NamedTuple):
             output=_with_biases(f"{name}: output", self.output, (bias,)),
         )
 
-    def scaled(self, trained: Trained) -> "Frame":
-        """Return the block with the scales that these magnitudes give. Its buffers are filled."""
+    def factors(self, trained: Trained) -> "BlockFactors":
+        """Return what the magnitudes become. The buffers are filled."""
         if not trained.magnitudes:
-            return self
+            return BlockFactors()
         *magnitudes, last = trained.magnitudes
-        inputs = self.inputs if self.has_entered else self.inputs.scaled(magnitudes)
-        return self._replace(inputs=inputs, output=self.output.scaled((last,)))
+        return BlockFactors(self.inputs.factors(magnitudes), self.output.factors((last,)))
+
+    def scaled(self, factors: "BlockFactors") -> "Frame":
+        """Return the block with these factors."""
+        if factors == (None, None):
+            return self
+        inputs, output = self.inputs.scaled(factors.inputs), self.output.scaled(factors.output)
+        return self._replace(inputs=inputs, output=output)
+
+
+class BlockFactors(NamedTuple):
+    """The factors of a block's two buffers, None for one without magnitudes."""
+
+    inputs: Factors | None = None
+    output: Factors | None = None
 
 
 def _with_weight(name: str, norm: Norm | None, weight: Tensor | None) -> Norm | None:
