@@ -28,9 +28,9 @@ from .filling import Adapter, Filling
 from .mixer_block import MixerBlock
 from .mlp_block import MLPBlock
 from .operands import (
+    BlockFactors,
     Dropouts,
     Kinds,
-    BlockFactors,
     Trained,
     check_block,
     check_input,

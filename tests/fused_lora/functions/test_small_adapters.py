@@ -5,9 +5,13 @@ each output either stays or jumps a whole step. If we add base, adapter and resi
 round once, the right share of outputs jumps.
 """
 
+import copy
+
 import pytest
 import torch
+from cases import layer_case
 from cases.reference import random, unpacked
+from peft.tuners.lora.dora import DoraLinearLayer
 
 from fused_lora.functions.lora_linear import FrozenLayers, FrozenLinear, LoRA_W
 from fused_lora.kernels.fp8_rows import codes_and_scales
@@ -20,6 +24,7 @@ from fused_mlp.dropout import draw_masks
 ROWS, IN, OUT, RANK = 512, 128, 128, 8
 DELTA = 3e-4
 BF16 = torch.bfloat16
+ADAPTERS_IN_FP32 = "bf16 with fp32 adapters"
 
 
 class Case:
@@ -117,3 +122,26 @@ def test_a_part_alone_shows_less_of_it_and_never_more(device):
         return LoRA_W.apply(case.x, case.A, B, frozen)[0]
 
     assert 0.0 <= case.share(output, case.x) < 0.5
+
+
+@pytest.mark.parametrize("projection", ["v_proj", "o_proj", "up_proj", "down_proj"])
+def test_whole_layers_show_all_of_a_small_change_of_a_magnitude(projection, device):
+    """From where training starts: the magnitudes are the norms, and each factor is 1. A bf16 number
+    times 1.001 rounds to itself."""
+    fused, plain, _ = layer_case.pair(device, use_dora=True, **layer_case.DTYPES[ADAPTERS_IN_FP32])
+    exact = copy.deepcopy(plain).double()
+    hidden, grad = layer_case.tokens((2, ROWS // 2), BF16, device)
+
+    def output(model, factor):
+        layer = layer_case.layer_of(model)
+        for name, module in layer.named_modules():
+            if isinstance(module, DoraLinearLayer):
+                owner = layer.get_submodule(name.removesuffix(".lora_magnitude_vector.default"))
+                delta = owner.get_delta_weight("default").double()
+                norm = (owner.base_layer.weight.double() + delta).norm(dim=1)
+                module.weight.data.copy_(norm * (factor if projection in name else 1.0))
+        x, g = (t.to(next(layer.parameters()).dtype) for t in (hidden, grad))
+        return layer_case.run(model, x, g)["output"].double().flatten()
+
+    changed, right = (output(m, 1.001) - output(m, 1.0) for m in (fused, exact))
+    assert 0.9 < (changed @ right / (right @ right)).item() < 1.1

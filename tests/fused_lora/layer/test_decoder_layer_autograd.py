@@ -253,8 +253,8 @@ def test_a_record_comes_back_as_it_was():
 
 
 NAMES = {
-    0: "hidden", 3: "q_A", 9: "o_A", 13: "v_bias", 19: "up_A", 27: "norm_after_mlp",
-    28: "attention", 29: "mlp",
+    0: "hidden", 3: "q_A", 9: "o_A", 13: "v_bias", 16: "k_magnitude", 23: "up_A",
+    34: "norm_after_mlp", 35: "attention", 36: "mlp",
 }  # fmt: skip
 ERRORS = [
     ({"hidden": narrow}, r"hidden is \[2, 9, 51\], should be \[batch, positions, 52\]"),
@@ -283,9 +283,10 @@ ERRORS = [
         },
         r"k_norm is \[52\], should be \[26\], or of all heads together \[52\] for q and \[26\]",
     ),
-    ({"q_A": None}, "24 trained tensors given, should be 25: A and B of each projection of"),
+    ({"q_A": None}, "31 trained tensors given, should be 32: A and B of each projection of"),
     ({"up_A": narrow}, r"inputs: A 1 is \[8, 51\] and B 1 \[139, 8\], should be \[r, 52\] and"),
     ({"v_bias": narrow}, r"AttentionBlock: inputs: bias 2 is \[25\], should be \[26\]"),
+    ({"k_magnitude": lambda _: torch.ones(3)}, r"magnitude 1 is \[3\], should be \[26\]"),
     ({"norm_after_mlp": lambda _: torch.ones(52)}, "norm_after is given, and the block has no"),
     ({"o_A": lambda t: torch.cat((t, t))}, r"output: A 0 is \[16, 52\].* of one r up to 8"),
 ]
