@@ -5,16 +5,13 @@ each output either stays or jumps a whole step. If we add base, adapter and resi
 round once, the right share of outputs jumps.
 """
 
-import copy
-
 import pytest
 import torch
-from cases import layer_case
 from cases.reference import random, unpacked
-from peft.tuners.lora.dora import DoraLinearLayer
 
 from fused_lora.functions.lora_linear import FrozenLayers, FrozenLinear, LoRA_W
 from fused_lora.kernels.fp8_rows import codes_and_scales
+from fused_lora.kernels.magnitudes import ColumnScale, scale_columns
 from fused_lora.layer.buffer import Activation, Buffer, Dropout
 from fused_lora.layer.fp8.buffer import Fp8Buffer
 from fused_lora.layer.residual import Norm
@@ -24,7 +21,6 @@ from fused_mlp.dropout import draw_masks
 ROWS, IN, OUT, RANK = 512, 128, 128, 8
 DELTA = 3e-4
 BF16 = torch.bfloat16
-ADAPTERS_IN_FP32 = "bf16 with fp32 adapters"
 
 
 class Case:
@@ -124,24 +120,46 @@ def test_a_part_alone_shows_less_of_it_and_never_more(device):
     assert 0.0 <= case.share(output, case.x) < 0.5
 
 
-@pytest.mark.parametrize("projection", ["v_proj", "o_proj", "up_proj", "down_proj"])
-def test_whole_layers_show_all_of_a_small_change_of_a_magnitude(projection, device):
-    """From where training starts: the magnitudes are the norms, and each factor is 1. A bf16 number
-    times 1.001 rounds to itself."""
-    fused, plain, _ = layer_case.pair(device, use_dora=True, **layer_case.DTYPES[ADAPTERS_IN_FP32])
-    exact = copy.deepcopy(plain).double()
-    hidden, grad = layer_case.tokens((2, ROWS // 2), BF16, device)
+def scaled(case, place):
+    """Return the share of the change that factors of 1 + DELTA make where they were 1, as where
+    training begins. A bf16 number times that rounds to itself."""
+    buffer, norm = case.buffer(case.B), Norm(torch.ones(IN, dtype=BF16, device=case.x.device), 1e-6)
 
-    def output(model, factor):
-        layer = layer_case.layer_of(model)
-        for name, module in layer.named_modules():
-            if isinstance(module, DoraLinearLayer):
-                owner = layer.get_submodule(name.removesuffix(".lora_magnitude_vector.default"))
-                delta = owner.get_delta_weight("default").double()
-                norm = (owner.base_layer.weight.double() + delta).norm(dim=1)
-                module.weight.data.copy_(norm * (factor if projection in name else 1.0))
-        x, g = (t.to(next(layer.parameters()).dtype) for t in (hidden, grad))
-        return layer_case.run(model, x, g)["output"].double().flatten()
+    def scale(factor, columns):
+        factors = torch.full((columns,), factor, device=case.x.device)
+        return ColumnScale(factors, factors, None)
 
-    changed, right = (output(m, 1.001) - output(m, 1.0) for m in (fused, exact))
-    assert 0.9 < (changed @ right / (right @ right)).item() < 1.1
+    def output(factor):
+        given, y = torch.empty(ROWS, OUT, device=case.x.device), torch.empty_like(case.residual)
+        if place == "down":
+            y.copy_(case.residual)
+            activation = Activation("silu", scale(factor, 2 * IN))
+            buffer.add_swiglu(case.gate_up, y, y, None, 1.0, activation, None)
+            return y.double()
+        if place == "o":
+            buffer.add_projected(case.x, None, None, given, None, 1.0, None)
+        else:
+            given, *_ = buffer.project_norm(case.x, norm, None, None, None, in_fp32=True)
+        residual = case.residual if place == "o" else None
+        scale_columns(given, scale(factor, OUT), y, torch.empty_like(y), residual)
+        return y.double()
+
+    together = (case.weight.double() + case.B.double() @ case.A.double()).t()
+    gate, up = case.gate_up.double().chunk(2, 1)
+    inputs = {
+        "v": case.x.double() * case.x.double().square().mean(1, keepdim=True).add(1e-6).rsqrt(),
+        "o": case.x.double(),
+        # the slope of the factors of both
+        "down": torch.func.jvp(
+            lambda c: torch.nn.functional.silu(c * gate) * c * up,
+            *[(torch.ones((), dtype=gate.dtype, device=gate.device),)] * 2,
+        )[1],
+    }
+    exact = (inputs[place] @ together * DELTA).flatten()
+    changed = (output(1.0 + DELTA) - output(1.0)).flatten()
+    return (changed @ exact / (exact @ exact)).item()
+
+
+@pytest.mark.parametrize("place", ["v", "o", "down"])
+def test_whole_layers_show_all_of_a_small_change_of_magnitudes(place, device):
+    assert 0.9 < scaled(Case(device, False, False), place) < 1.1
