@@ -27,10 +27,11 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, launch, next_power_of_2
 
 from .rows import block_of
-from .tiling import MAX_BLOCK_RANK, dots_in_fp32
+from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 
-NORM_ROWS, NORM_COLUMNS = 16, 128  # of a weight's tile. tl.dot wants 16 rows at least
-MAX_COLUMNS = 2048  # of a program of `scale_columns`
+# Of a weight; with fewer rows, as there would be too few programs. Not measured.
+NORM_TILING = Tiling(rows=64, columns=128, splits=1, warps=8, stages=4)
+MAX_COLUMNS = 1024  # of a program of `scale_columns`
 # Of a program of `scale_columns_backward`, and of the second stage of its sums.
 BACKWARD_ROWS, BACKWARD_COLUMNS, SUM_COLUMNS = 16, 128, 128
 MAX_RANGES = 128  # of rows: more than fill a GPU of 132 multiprocessors at 2,048 columns
@@ -84,6 +85,7 @@ def _magnitude_factors_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of the rank; unrolled, as Triton pipelines the innermost loop alone
     IN_FP32: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -96,8 +98,8 @@ def _magnitude_factors_kernel(
         total = tl.load(W_tile, mask=mask, other=0.0).to(tl.float32)
         if row_scales_ptr is not None:
             total *= tl.load(row_scales_ptr + row, mask=is_row, other=0.0)[:, None]
-        for first in range(0, rank, BLOCK_RANK):
-            k = first + tl.arange(0, BLOCK_RANK)
+        for block in tl.static_range(BLOCKS):
+            k = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
             sB_tile = sB_ptr + row[:, None] * sB_row_stride + k[None, :]
             sB = tl.load(sB_tile, mask=is_row[:, None] & (k < rank)[None, :], other=0.0)
             A_tile = A_ptr + k.to(tl.int64)[:, None] * A_row_stride + column
@@ -132,11 +134,16 @@ def magnitude_factors(
     if rows == 0:
         return
     block_rank = min(max(next_power_of_2(rank), 16), MAX_BLOCK_RANK)
+    # 128 programs, or as many as blocks of 16 rows make, which tl.dot wants at least
+    block_rows = min(max(next_power_of_2(rows // 256), 16), NORM_TILING.rows)
+    elements = (block_rows + block_rank) * NORM_TILING.columns
     launch(
-        kernel, (cdiv(rows, NORM_ROWS),),
+        kernel, (cdiv(rows, block_rows),),
         W, A, sB, magnitude.contiguous(), row_scales, factor, inverse_norm,
         W.stride(0), A.stride(0), sB.stride(0), rows, columns, rank,
-        NORM_ROWS, NORM_COLUMNS, block_rank, dots_in_fp32(kernel, A), num_warps=4, num_stages=4,
+        block_rows, NORM_TILING.columns, block_rank, cdiv(rank, block_rank),
+        dots_in_fp32(kernel, A), num_warps=max(block_rows // 8, 4),
+        num_stages=stages(NORM_TILING, elements, A),
     )  # fmt: skip
 
 

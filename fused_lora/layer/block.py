@@ -187,11 +187,17 @@ class BlockBackward:
         frame, (total, incoming) = self.frame, gradient
         like, columns = frame.output.A, frame.output.grad_columns
         if not frame.adds_directly:
-            rows = addend_gradient(
-                total, frame.multiplier, added.normed, frame.norm_after, self.norm_after_grad, like,
-                columns,
-            )  # fmt: skip
-            self._unscale(frame.output, rows, added.unscaled, [self.last_magnitude_grad])
+            grad, multiplier = total, frame.multiplier
+            if added.unscaled is None or added.normed is not None:
+                rows = addend_gradient(
+                    total, multiplier, added.normed, frame.norm_after, self.norm_after_grad, like,
+                    columns,
+                )  # fmt: skip
+                grad, multiplier = rows, 1.0
+            else:
+                rows = empty_rows(like, len(total), columns)
+            magnitude_grads = (self.last_magnitude_grad,)
+            self._unscale(frame.output, added.unscaled, grad, rows, magnitude_grads, multiplier)
             incoming = Incoming(rows)
         elif incoming is None:
             rows = empty_rows(like, len(total), columns)
@@ -203,14 +209,16 @@ class BlockBackward:
         return incoming
 
     def _unscale(
-        self, group: WeightGroup, rows: Tensor, unscaled: Tensor | None,
-        magnitude_grads: Sequence[Tensor | None],
+        self, group: WeightGroup, unscaled: Tensor | None, grad: Tensor, rows: Tensor,
+        magnitude_grads: Sequence[Tensor | None], multiplier: float = 1.0,
     ) -> None:  # fmt: skip
-        """Turn the gradient of what a pass has scaled, in these rows, into that of what the group's
-        projections gave."""
+        """Write the gradient of what the group's projections gave, `unscaled`, into the first
+        columns of rows, given in those of grad that of what a pass has made of it. Both may be one.
+        """
         if unscaled is not None and group.scale is not None:
-            grad = rows[:, : group.out]
-            sums = scale_columns_backward(grad, unscaled, group.scale.factor, grad)
+            grad, grad_u = grad[:, : group.out], rows[:, : group.out]
+            factor = group.scale.factor
+            sums = scale_columns_backward(grad, unscaled, factor, grad_u, multiplier)
             group.sum_magnitudes(sums, magnitude_grads)
 
     def sum_output(
@@ -234,8 +242,8 @@ class BlockBackward:
         if any(grad is not None for grad in self.bias_grads):
             assert incoming.rows is not None
             group.sum_biases(incoming.rows, self.bias_grads)
-        if incoming.rows is not None:
-            self._unscale(group, incoming.rows, unscaled, self.magnitude_grads)
+        if (rows := incoming.rows) is not None:
+            self._unscale(group, unscaled, rows, rows, self.magnitude_grads)
         if not need_x and norm_grad is None:
             if not any(need.A for need in self.need):
                 return None, None

@@ -18,7 +18,8 @@ take 2.27 ms. As [dm | pm], which is 64 columns wider, with pm A added to it aft
 Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008; r = 32, bf16) it saves 52.4 kB: its
 input 4.1, [m|zm] 4.2, gu 44.0, zh and rstd 0.1. Under checkpointing the forward runs twice, and
 keeps zh from the first time (`rerun.once`). That is 64 bytes a token, and saves the second SwiGLU.
-With a magnitude (DoRA) it keeps what down gives too, 4.1 kB: its matmul is 8% of a step.
+With a magnitude (DoRA) it keeps what down gives too, 4.1 kB: its matmul is 8% of a step. Tiles make
+it again.
 The gate's activation may be GELU by tanh (Gemma): a flag of the same kernels.
 
 While the MLP of a long row runs backward, gu, dgu, h and dh would be most of what a checkpointed
@@ -36,7 +37,7 @@ from torch import Tensor
 
 from fused_mlp.utils import check_activation
 
-from ..rerun import once, rows_of_a_tile
+from ..rerun import keeps_elsewhere, once, rows_of_a_tile
 from .adapter_sums import new_swiglu_gradients
 from .block import Added, BlockBackward, Entered, Gradient, add_projection, adds_to_copy
 from .buffer import Activation, Dropout
@@ -92,12 +93,13 @@ class MLPBlock(NamedTuple):
 
         if self.frame.norm_after is not None:
             return output, SavedMLP(entered, gate_up, add())
+        stays = self.frame.output.scale is None or not keeps_elsewhere()
         if output is None:
-            added = Added(*once(add, is_small=True))
+            added = Added(*once(add, is_small=stays))
         else:
             added = add()
             # a recompute without output: no SwiGLU then
-            added = Added(*once(lambda: added, is_small=True))
+            added = Added(*once(lambda: added, is_small=stays))
         return output, SavedMLP(entered, gate_up, added)
 
     def _enter(
