@@ -38,14 +38,14 @@ MAX_RANGES = 128  # of rows: more than fill a GPU of 132 multiprocessors at 2,04
 
 
 class Factors(NamedTuple):
-    """What magnitudes become with the weights and adapters of a buffer."""
+    """Factors of a buffer's outputs, which magnitudes make with its weights and adapters."""
 
     factor: Tensor  # [out] fp32: c, or 1 of a projection without magnitudes
     inverse_norm: Tensor  # [out] fp32, the derivative of c; unset without magnitudes
 
 
 class ColumnScale(NamedTuple):
-    """What the outputs of a buffer's projections are multiplied by, and what is added then."""
+    """Factors of a buffer's outputs, and the bias that is added then."""
 
     factor: Tensor
     inverse_norm: Tensor
@@ -58,7 +58,7 @@ def operands_of(scale: ColumnScale | None) -> tuple[Tensor | None, Tensor | None
 
 
 @triton.jit
-def scaled(u, factor_ptr, bias_ptr, column, mask):
+def rescale(u, factor_ptr, bias_ptr, column, mask):
     """u of these columns, in fp32, scaled; or as it is where factor_ptr is None."""
     if factor_ptr is not None:
         u = u * tl.load(factor_ptr + column, mask=mask, other=0.0)
@@ -167,7 +167,7 @@ def _scale_columns_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
     u = tl.load(u_ptr + row * u_row_stride + column, mask=mask).to(tl.float32)
-    y = scaled(u, factor_ptr, bias_ptr, column, mask) * multiplier
+    y = rescale(u, factor_ptr, bias_ptr, column, mask) * multiplier
     if residual_ptr is not None:
         y += tl.load(residual_ptr + row * residual_row_stride + column, mask=mask).to(tl.float32)
     tl.store(y_ptr + row * y_row_stride + column, y.to(y_ptr.dtype.element_ty), mask=mask)

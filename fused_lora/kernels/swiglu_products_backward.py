@@ -36,7 +36,7 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2, on_device_of
 from .activation import activate
 from .autotune import fastest
 from .fp8_swiglu import CODED_REGISTERS, Coded, load_scales, store_codes
-from .magnitudes import ColumnScale, operands_of, scaled, sum_magnitudes
+from .magnitudes import ColumnScale, operands_of, rescale, sum_magnitudes
 from .products import Product, SwiGLUProducts
 from .tiling import MAX_BLOCK_RANK, Tiling, add_product, dots_in_fp32, stages
 
@@ -115,8 +115,8 @@ def _swiglu_backward_products_kernel(
         gate_tile = gate_up_ptr + row * gate_up_row_stride + column
         u_gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
         u_up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
-        gate = scaled(u_gate, factor_ptr, bias_ptr, column, column < intermediate)
-        up = scaled(u_up, factor_ptr, bias_ptr, column + intermediate, column < intermediate)
+        gate = rescale(u_gate, factor_ptr, bias_ptr, column, column < intermediate)
+        up = rescale(u_up, factor_ptr, bias_ptr, column + intermediate, column < intermediate)
         activated, slope = activate(gate, IS_GELU, IN_FP32)
         hidden = (activated * up).to(dtype)
         grad_gate = grad_hidden * up * slope
@@ -124,8 +124,8 @@ def _swiglu_backward_products_kernel(
         if sums_ptr is not None:
             sum_u_gate += tl.sum(grad_gate * u_gate, axis=0)
             sum_u_up += tl.sum(grad_up * u_up, axis=0)
-        grad_gate = scaled(grad_gate, factor_ptr, None, column, column < intermediate)
-        grad_up = scaled(grad_up, factor_ptr, None, column + intermediate, column < intermediate)
+        grad_gate = rescale(grad_gate, factor_ptr, None, column, column < intermediate)
+        grad_up = rescale(grad_up, factor_ptr, None, column + intermediate, column < intermediate)
         if coded is not None:
             scales = store_codes(
                 coded, codes_row_stride, grad_gate, grad_up, scales, row, end, column,

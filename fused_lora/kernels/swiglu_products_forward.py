@@ -31,7 +31,7 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2, on_device_of
 
 from .activation import activate
 from .autotune import fastest
-from .magnitudes import ColumnScale, operands_of, scaled
+from .magnitudes import ColumnScale, operands_of, rescale
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages, tilings_for_masks
 
 SUM_ROWS = 64  # a program of the second kernel
@@ -93,8 +93,8 @@ def _swiglu_forward_product_kernel(
         gate_tile = gate_up_ptr + row * gate_up_row_stride + column
         gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
-        gate = scaled(gate, factor_ptr, bias_ptr, column, column < end)
-        up = scaled(up, factor_ptr, bias_ptr, column + intermediate, column < end)
+        gate = rescale(gate, factor_ptr, bias_ptr, column, column < end)
+        up = rescale(up, factor_ptr, bias_ptr, column + intermediate, column < end)
         activated, _ = activate(gate, IS_GELU, IN_FP32)
         hidden = (activated * up).to(gate_up_ptr.dtype.element_ty)
         if hidden_ptr is not None:

@@ -63,7 +63,7 @@ class Entered(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What the last projection gave on its way into the residual."""
+    """Results of the last projection, on its way into the residual."""
 
     z: Tensor  # of what it reads
     normed: Normed | None  # where it is normed

@@ -70,6 +70,7 @@ FUSED = {
     "everything, even": (EVERYTHING, EVEN),
     "parts": (Fusion(**ALL), {}),
     "layer, 4 bits": (LAYER, IN_4_BITS),
+    "layer, DoRA": (LAYER, EVEN | {"use_dora": True}),
     "parts, 4 bits": (Fusion(**ALL), IN_4_BITS),
 }
 
@@ -148,6 +149,7 @@ TRIED = [
     ),
     ("FSDP2", "everything, full"),
     ("FSDP2, all, before fuse", "layer, 4 bits"),
+    *((how, "layer, DoRA") for how in ("FSDP2, all", "shard_base")),
 ]
 
 
