@@ -49,6 +49,7 @@ from fused_mlp.utils import ACTIVATIONS
 tiles_of_forward = products_forward.small_tiles  # fixtures that every test of theirs has
 tiles_of_backward = products_backward.small_tiles
 tiles_of_sums = sums.small_tiles
+ranges_of_magnitudes = magnitudes_of.few_ranges
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ LAUNCHERS = {
     "scale_columns": Launcher(
         ((magnitudes, "_scale_columns_kernel", "_scale_columns_backward_kernel",
           "_sum_magnitude_kernel"),),
-        norms.SIZES, "odd", (0, 8), magnitudes_of.scaled_case,
+        magnitudes_of.SIZES, "odd", (0, 8), magnitudes_of.scaled_case,
         on_case(magnitudes_of.fused_scaled), on_case(magnitudes_of.eager_scaled), writes=3,
     ),
     "fp8_rows": Launcher(

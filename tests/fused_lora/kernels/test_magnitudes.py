@@ -3,8 +3,9 @@
 import pytest
 import torch
 from cases.reference import random
-from test_row_norm import SIZES, random_like
+from test_row_norm import random_like
 
+from fused_lora.kernels import magnitudes as module
 from fused_lora.kernels.fp8_rows import codes_and_scales
 from fused_lora.kernels.magnitudes import (
     ColumnScale,
@@ -23,7 +24,14 @@ WEIGHTS = {
     "rank 0": (7, 52, 0),
     "more than a block": (20, 140, 136),
 }
+SIZES = {"odd": (39, 139), "one row": (1, 52), "one column": (20, 1), "whole tiles": (96, 256)}
 MULTIPLIER = 0.5
+
+
+@pytest.fixture(autouse=True)
+def few_ranges(monkeypatch):
+    """Give a program several tiles of rows, the last of them partial."""
+    monkeypatch.setattr(module, "MAX_RANGES", 2)
 
 
 def factors_case(size, dtype, device):
