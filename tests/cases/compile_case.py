@@ -267,6 +267,8 @@ def launch_fp8():
     )
     one = Bordering(*border, vectors[1], codes, codes_t, vectors[0], vectors[0], B_halves, A_halves)
     fp8_borders([one] * 4)
+    A, sB, rows = empty(RANK, 2 * COLUMNS), empty(2 * COLUMNS, RANK), vectors[1]
+    magnitudes.magnitude_factors(codes, A, sB, rows, rows, rows, rows)
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     codes, scales = swiglu_codes(gate_up, 2 * COLUMNS, "silu")
     add_coded_border(codes, scales, B_halves, vectors[0], torch.bfloat16)

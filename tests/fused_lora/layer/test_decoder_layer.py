@@ -36,13 +36,18 @@ def check(device, monkeypatch):
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow("bf16-Qwen2", "fp16-Qwen3")
+@pytest.mark.slow("bf16-Qwen2-{}", "fp16-Qwen3-{}")
 @pytest.mark.parametrize(
-    ("dtype", "family"),
-    [*zip(DTYPES, FAMILIES, strict=True), ("fp32", "Qwen3"), ("fp16", "Qwen3")],
-)
-def test_output_and_gradients_are_within_the_error_budget(dtype, family, check):
-    check(family=family, **DTYPES[dtype])
+    ("dtype", "family", "lora"),
+    [
+        *((*one, {}) for one in zip(DTYPES, FAMILIES, strict=True)),
+        ("fp32", "Qwen3", {}), ("fp16", "Qwen3", {}),
+        *((dtype, "Qwen2", {"use_dora": True}) for dtype in DTYPES),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_output_and_gradients_are_within_the_error_budget(dtype, family, lora, check):
+    check(family=family, **DTYPES[dtype], **lora)
 
 
 RANKS = {"q_proj": 3, "up_proj": 12, "down_proj": 1}
