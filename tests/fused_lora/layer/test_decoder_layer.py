@@ -146,6 +146,7 @@ OPTIONS = {
     "biases and norms that are trained, multiplied",
     "norms of inputs and outputs, about one, GELU, our own attention",
     "joined projections",
+    "magnitudes, each its own rank, rsLoRA, biases everywhere",
 )
 @pytest.mark.parametrize("name", OPTIONS)
 def test_any_rank_scale_and_shape_of_a_layer(name, check):

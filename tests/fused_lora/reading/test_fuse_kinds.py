@@ -137,7 +137,9 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow("a variant on k", "lora_bias and bias all, multiplied")
+@pytest.mark.slow(
+    "a variant on k", "lora_bias and bias all, multiplied", "DoRA on k, up and down, beside LoRA"
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_no_more_is_lost_than_has_to_be_and_it_trains_as_plain_peft_does(name, device):
     make, wanted = KINDS[name]
