@@ -208,7 +208,7 @@ def lora_options(lora: Lora) -> dict[str, Any]:
     """Return the arguments of PEFT's LoraConfig for these adapters."""
     return {
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": lora.bias,
-        "target_modules": list(lora.targets),
+        "target_modules": list(lora.targets), **({"use_dora": True} if lora.dora else {}),
     }  # fmt: skip
 
 

@@ -29,11 +29,12 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dropout: float = 0.0
     bias: str = "none"
     targets: tuple[str, ...] = TARGETS
+    dora: bool = False
 
     @property
     def is_plain_in_mlp(self) -> bool:
-        """True if all of an MLP's projections have adapters, without dropout."""
-        return set(MLP_TARGETS) <= set(self.targets) and not self.dropout
+        """True if all of an MLP's projections have adapters, without dropout and magnitudes."""
+        return set(MLP_TARGETS) <= set(self.targets) and not self.dropout and not self.dora
 
 
 class Settings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -256,6 +257,11 @@ SUITES["all"] = [id for id, variant in VARIANTS.items() if variant.suites]
 EXPERIMENT_ON_NF4 = [
     *(BASELINE, "compiled_peft", "fused_mlp", "full_unsloth"),
     *("fused_all", "fused_layer", "fused_layer_graph_offload", AGAIN),
+]
+# The experiment with DoRA, which only whole layers run fused.
+EXPERIMENT_WITH_DORA = [
+    *(BASELINE, "compiled_peft", "full_unsloth", "fused_layer"),
+    *("fused_layer_graph", "fused_layer_graph_offload", AGAIN),
 ]
 # The experiment on several GPUs.
 ON_SEVERAL_GPUS = [BASELINE, "full_unsloth", "fused_all", "fused_layer", "fused_layer_graph"]

@@ -11,6 +11,7 @@ from variants import (
     BASES,
     BF16,
     EXPERIMENT_ON_NF4,
+    EXPERIMENT_WITH_DORA,
     NF4,
     ON_SEVERAL_GPUS,
     SUITES,
@@ -57,8 +58,8 @@ SHORT = 128  # up to this many tokens the host slows steps, and --quick interlea
 
 # The options that each command reads, by the option that asks for it. All others are refused. The
 # kernels' table becomes part of a run's results, so it reads what tells runs apart.
-WORK = ("batch_size", "accumulate", "rank", "targets", "lora_dropout", "model", "base", "padded",
-        "documents", "data")  # fmt: skip
+WORK = ("batch_size", "accumulate", "rank", "targets", "lora_dropout", "dora", "model", "base",
+        "padded", "documents", "data")  # fmt: skip
 RUN_IS = (*WORK, "seq_lens", "steps", "rounds", "interleave", "seed", "device",
           "out", "cache", "allow_shared_gpu")  # fmt: skip
 READS = {
@@ -141,6 +142,8 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         default=list(TARGETS), metavar="NAME", to=trained)  # fmt: skip
     add("--lora-dropout", "share of an adapter's inputs to drop (default: 0)", type=float,
         default=0.0, metavar="P", to=trained)  # fmt: skip
+    add("--dora", "train DoRA, which only whole layers run fused", False, action="store_true",
+        to=trained)  # fmt: skip
     data = group("the data and the batches")
     add("--data",
         "chats: a file of JSON lines, or a data set of the hub as "
@@ -261,6 +264,7 @@ def variants_of(asked: argparse.Namespace) -> tuple[str, ...]:
     between processes: all its rounds share one."""
     on_nf4 = (asked.base, asked.suite) == (NF4, "experiment")
     suite = EXPERIMENT_ON_NF4 if on_nf4 else SUITES[asked.suite]
+    suite = EXPERIMENT_WITH_DORA if asked.dora and asked.suite == "experiment" else suite
     suite = ON_SEVERAL_GPUS if asked.gpus > 1 else suite
     ids = dict.fromkeys(asked.variants or suite)
     return tuple(id for id in ids if not (asked.quick and id == AGAIN))

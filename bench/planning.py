@@ -71,7 +71,7 @@ def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
         data=data,
         cache=asked.cache.resolve(),
         lora=Lora(asked.rank, 2 * asked.rank, asked.lora_dropout,
-                  targets=targets_of(source, asked.targets)),
+                  targets=targets_of(source, asked.targets), dora=asked.dora),
         variants=variants_of(asked),
         seq_lens=tuple(sorted(set(asked.seq_lens))),
         batch_size=asked.batch_size,

@@ -67,6 +67,7 @@ class PublishedSetting:
             "rank": self.rank,
             "targets": list(TARGETS),
             "lora_dropout": 0.0,
+            "dora": False,
             "padded": False,
             "documents": False,
             "base": self.base,

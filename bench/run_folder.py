@@ -50,7 +50,7 @@ def _settings(asked: argparse.Namespace, source: Source, data: Path) -> Iterator
         yield _name_of(source)
     if data.stem != sha256_of(usual.data)[: len(data.stem)]:
         yield f"{Path(asked.data).stem}-{data.stem[:8]}"
-    for name in ("padded", "documents"):
+    for name in ("padded", "documents", "dora"):
         if getattr(asked, name):
             yield name
     for name in ("base", "batch_size", "accumulate", "rank", "lora_dropout",

@@ -69,5 +69,6 @@ def setting_that_ran(run: Run) -> PublishedSetting | None:
         return None
     options = {"rank": ran.lora.rank, "targets": list(ran.lora.targets)}
     options["lora_dropout"] = ran.lora.dropout
+    options["dora"] = ran.lora.dora
     found = {name: options.get(name, getattr(ran, name, None)) for name in setting.is_that()}
     return setting if found == setting.is_that() else None

@@ -114,7 +114,7 @@ def caption(run: Run) -> str:
         gpus + run.environment.device + cards, *packages_in(run.environment, COMPARED_PACKAGES),
         asked.model + on_base(run), asked.dtype, f"batch {asked.batch_size}{rows}",
         *([f"{asked.accumulate} micro-batches a step"] if asked.accumulate > 1 else []),
-        f"LoRA rank {lora.rank}{where}{dropout}",
+        f"{'DoRA' if lora.dora else 'LoRA'} rank {lora.rank}{where}{dropout}",
         f"gradient checkpointing {' and '.join(checkpointing)}",
         f"{steps} timed steps each{interleaved(run)}", f"rounds: {from_to(map(len, timed))}",
     ]  # fmt: skip

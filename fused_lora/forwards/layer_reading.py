@@ -152,6 +152,10 @@ def read_groups(layer: Any, kind: type[Border]) -> Running:
             "an adapter has a bias, or a bias is trained: neither runs in a layer with "
             f"{noun_of(layer)}"
         )
+    if has_mixer(layer) and any(read.magnitude is not None for one in mixing.reads for read in one):
+        raise Refusal(f"an adapter uses DoRA, which does not run in a layer with {noun_of(layer)}")
+    if any(map(trains_bias, every)) and any(read.magnitude is not None for read in every):
+        raise Refusal("it uses DoRA, and a bias is trained: take bias='none'")
     refuse(why_unloaded(layer, every))
     return Running(groups, mlp.reason, mlp.mixture)
 
@@ -273,8 +277,8 @@ def _read_alike(
     """Return a projection beside norms of this dtype, on this device."""
     read, reason = attempt(_read_one, owner, name, kind)
     refuse(_within(name, reason or None))
-    for adapter in (read.A, read.B):
-        if adapter.dtype not in DTYPES:
+    for adapter in (read.A, read.B, read.magnitude):
+        if adapter is not None and adapter.dtype not in DTYPES:
             raise Refusal(f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32")
     _check_alike(name, read, dtype, device)
     return read
@@ -300,7 +304,7 @@ def _read_one(owner: Any, name: str, kind: type[Border]) -> Projection:
     projection = owner._modules[name]
     # attention's o may have a fused forward, for when the layer steps aside
     own_forward = not fused_parts_of(projection)
-    return read_projection(projection, own_forward, kind.why_not_base)
+    return read_projection(projection, own_forward, kind.why_not_base, may_scale=True)
 
 
 def _check_alike(name: str, read: Projection, dtype: torch.dtype, device: torch.device) -> None:

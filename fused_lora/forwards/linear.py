@@ -54,13 +54,13 @@ def read_projections(module: Any, names: Sequence[str]) -> Reads:
 
 
 def tensors_of(
-    reads: Sequence[Projection], norms: Sequence[Tensor | None] = ()
+    reads: Sequence[Projection], more: Sequence[Tensor | None] = ()
 ) -> tuple[Tensor | None, ...]:
     """Return the operands that a function of these projections differentiates: each one's A and B;
-    then, if one of these is trained, the biases of all and the weights of norms."""
+    then, if one of these is there, the trained biases of all, and more."""
     adapters = [tensor for read in reads for tensor in (read.A, read.B)]
     has_biases = any(map(trains_bias, reads))
-    others = [*(bias_of(read) if has_biases else None for read in reads), *norms]
+    others = [*(bias_of(read) if has_biases else None for read in reads), *more]
     return *adapters, *([] if all(other is None for other in others) else others)
 
 
@@ -70,7 +70,7 @@ def trained_by(reads: Sequence[Projection], frame: Frame) -> tuple[Tensor | None
         norm.weight if norm and norm.weight.requires_grad else None
         for norm in (frame.norm, frame.norm_after)
     ]
-    return tensors_of(reads, norms)
+    return tensors_of(reads, [*(read.magnitude for read in reads), *norms])
 
 
 def with_reads(

@@ -29,11 +29,13 @@ class Product(NamedTuple):
 
 
 class SwiGLUProducts(NamedTuple):
-    """The products of `swiglu_backward_products`, None for one that is not needed."""
+    """The products of `swiglu_backward_products`, and the gradients of the magnitudes of gate and
+    up, None for one that is not needed."""
 
     hidden: Product | None
     gate: Product | None
     up: Product | None
+    magnitudes: Sequence[Tensor | None] = (None, None)  # [intermediate], written
 
 
 def split_products(products: Sequence[Product]) -> tuple[list[Product], list[int]]:

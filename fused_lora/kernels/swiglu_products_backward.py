@@ -18,9 +18,11 @@ A program owns some columns and a range of rows. It keeps three sums [columns, r
 while it goes down the rows, and a second kernel adds up the ranges. There are no atomics: the order
 is fixed and gradients are deterministic. tl.dot gets h, dgate and dup rounded to the dtype in which
 they are stored, and adds in fp32, as a matmul of the stored tensors would.
+
+Where DoRA scales gate and up before this (`magnitudes.py`), dgate and dup are the gradients of what
+it scales, and the sums over tokens for the gradients of the magnitudes come from the same pass.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +36,8 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2, on_device_of
 from .activation import activate
 from .autotune import fastest
 from .fp8_swiglu import CODED_REGISTERS, Coded, load_scales, store_codes
-from .products import Product
+from .magnitudes import ColumnScale, operands_of, rescale, sum_magnitudes
+from .products import Product, SwiGLUProducts
 from .tiling import MAX_BLOCK_RANK, Tiling, add_product, dots_in_fp32, stages
 
 # The best of 15 shapes on an H200, at 2,048 to 16,384 rows of 11,008, after 394 at 16,384 alone:
@@ -60,6 +63,9 @@ _SUM_COLUMNS = 16
 def _swiglu_backward_products_kernel(
     grad_hidden_ptr,  # [rows, intermediate]
     gate_up_ptr,  # [rows, 2 intermediate]
+    factor_ptr,  # [2 intermediate] fp32, what scales gate_up, or None
+    bias_ptr,  # [2 intermediate], what is added then, or None
+    sums_ptr,  # [splits, 2 intermediate] fp32, of gradients times gate_up, written; or None
     grad_gate_up_ptr,  # [rows, 2 intermediate], written, or None
     coded,  # `Coded`, the same in FP8, written, or None
     hidden_factor_ptr,  # [rows, rank], of hidden's product, or None; likewise the next two
@@ -94,6 +100,9 @@ def _swiglu_backward_products_kernel(
     sum_up = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
     start = split * rows_of_a_split
     end = tl.minimum(start + rows_of_a_split, rows)
+    if sums_ptr is not None:
+        sum_u_gate = tl.zeros([BLOCK_COLUMNS], tl.float32)
+        sum_u_up = tl.zeros([BLOCK_COLUMNS], tl.float32)
     if coded is not None:
         scales = load_scales(coded, start, end, column, intermediate, BLOCK_ROWS)
     for first in range(start, end, BLOCK_ROWS):
@@ -104,12 +113,19 @@ def _swiglu_backward_products_kernel(
         grad_hidden_tile = grad_hidden_ptr + row * grad_hidden_row_stride + column
         grad_hidden = tl.load(grad_hidden_tile, mask=mask, other=0.0).to(tl.float32)
         gate_tile = gate_up_ptr + row * gate_up_row_stride + column
-        gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
+        u_gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
+        u_up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
+        gate = rescale(u_gate, factor_ptr, bias_ptr, column, column < intermediate)
+        up = rescale(u_up, factor_ptr, bias_ptr, column + intermediate, column < intermediate)
         activated, slope = activate(gate, IS_GELU, IN_FP32)
         hidden = (activated * up).to(dtype)
         grad_gate = grad_hidden * up * slope
         grad_up = grad_hidden * activated
+        if sums_ptr is not None:
+            sum_u_gate += tl.sum(grad_gate * u_gate, axis=0)
+            sum_u_up += tl.sum(grad_up * u_up, axis=0)
+        grad_gate = rescale(grad_gate, factor_ptr, None, column, column < intermediate)
+        grad_up = rescale(grad_up, factor_ptr, None, column + intermediate, column < intermediate)
         if coded is not None:
             scales = store_codes(
                 coded, codes_row_stride, grad_gate, grad_up, scales, row, end, column,
@@ -149,6 +165,11 @@ def _swiglu_backward_products_kernel(
         )
     if up_factor_ptr is not None:
         _store_partial(partials_ptr, 2, sum_up, intermediate, up_rank, BLOCK_COLUMNS, BLOCK_RANK)
+    if sums_ptr is not None:
+        place = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        sums_ptr += split.to(tl.int64) * 2 * intermediate + place
+        tl.store(sums_ptr, sum_u_gate, mask=place < intermediate)
+        tl.store(sums_ptr + intermediate, sum_u_up, mask=place < intermediate)
 
 
 @triton.jit
@@ -212,12 +233,11 @@ def _sum_products_kernel(
 def swiglu_backward_products(
     grad_hidden: Tensor,
     gate_up: Tensor,
-    hidden_product: Product | None,
-    gate_product: Product | None,
-    up_product: Product | None,
+    products: SwiGLUProducts,
     grad_gate_up: Tensor | None,
     activation: str = "silu",
     coded: Coded | None = None,
+    scale: ColumnScale | None = None,
 ) -> None:
     """Compute `swiglu_backward`, and the given products over hidden, grad_gate and grad_up.
 
@@ -225,64 +245,73 @@ def swiglu_backward_products(
 
         tensors = swiglu_backward(grad_hidden, *gate_up.chunk(2, dim=1))
         grad_gate_up.copy_(torch.cat(tensors[1:], dim=1))
-        for x, product in zip(tensors, (hidden_product, gate_product, up_product)):
+        for x, product in zip(tensors, products[:3]):
             product.gradient.copy_(product.scaling * x.t() @ product.factor)
 
     The ranks may differ. Only hidden's product may have a mask. With activation "gelu_tanh" this is
     `geglu_backward` of fused_mlp/geglu.py. With coded, it writes codes of grad_gate_up in addition,
-    or instead.
+    or instead. With a scale, gate_up is what it scales, grad_gate_up is the gradient of that, and
+    `products.magnitudes` get theirs, sums over the rows as `scale_columns_backward` has them.
     """
-    products = hidden_product, gate_product, up_product
+    *three, magnitudes = products
     if len(gate_up) == 0:
-        for product in products:
+        for product in three:
             if product is not None:
                 product.gradient.zero_()
+        for gradient in magnitudes:
+            if gradient is not None:
+                gradient.zero_()
         return
     with on_device_of(gate_up):
-        _launch(grad_hidden, gate_up, grad_gate_up, products, activation, coded)
-        most = max(0 if product is None else product.factor.shape[1] for product in products)
+        _launch(grad_hidden, gate_up, grad_gate_up, products, activation, coded, scale)
+        most = max(0 if product is None else product.factor.shape[1] for product in three)
         for first in range(MAX_BLOCK_RANK, most, MAX_BLOCK_RANK):
-            rest = [
+            hidden, gate, up = (
                 None if product is None or product.factor.shape[1] <= first
                 else Product(product.factor[:, first:], product.gradient[:, first:], *product[2:])
-                for product in products
-            ]  # fmt: skip
-            _launch(grad_hidden, gate_up, None, rest, activation, None)
+                for product in three
+            )  # fmt: skip
+            rest = SwiGLUProducts(hidden, gate, up)
+            _launch(grad_hidden, gate_up, None, rest, activation, None, scale)
 
 
 def _launch(
     grad_hidden: Tensor,
     gate_up: Tensor,
     grad_gate_up: Tensor | None,
-    products: Sequence[Product | None],
+    products: SwiGLUProducts,
     activation: str,
     coded: Coded | None,
+    scale: ColumnScale | None,
 ) -> None:
     """Both kernels, for as many ranks as a block holds."""
     rows, intermediate = grad_hidden.shape
-    factors = [None if product is None else product.factor for product in products]
+    *three, magnitudes = products
+    factors = [None if product is None else product.factor for product in three]
     ranks = [0 if factor is None else min(factor.shape[1], MAX_BLOCK_RANK) for factor in factors]
     block_rank = max(next_power_of_2(max(ranks)), 16)  # tl.dot wants 16 at least
     kernel = _swiglu_backward_products_kernel
     with_strides = grad_hidden, gate_up, grad_gate_up, coded and coded.codes, *factors
     row_strides = [0 if tensor is None else tensor.stride(0) for tensor in with_strides]
-    sums: list[Any] = []  # one by one: `launch` remembers no tuples
-    for product, rank in zip(products, ranks, strict=True):
+    gradients: list[Any] = []  # one by one: `launch` remembers no tuples
+    for product, rank in zip(three, ranks, strict=True):
         if product is None:
-            sums += None, 0, 0, 0, 0.0
+            gradients += None, 0, 0, 0, 0.0
         else:
-            sums += product.gradient, *product.gradient.stride(), rank, product.scale
-    mask = None if products[0] is None else products[0].mask
+            gradients += product.gradient, *product.gradient.stride(), rank, product.scale
+    mask = None if products.hidden is None else products.hidden.mask
+    has_sums = any(gradient is not None for gradient in magnitudes)
 
     def run(tiling: Tiling) -> None:
         rows_of_a_split = cdiv(cdiv(rows, tiling.splits), tiling.rows) * tiling.rows
         splits = cdiv(rows, rows_of_a_split)
         elements = 3 * tiling.rows * (tiling.columns + block_rank)
         partials = gate_up.new_empty(3, splits, intermediate, block_rank, dtype=torch.float32)
+        sums = partials.new_empty(splits, 2 * intermediate) if has_sums else None
         launch(
             kernel, (cdiv(intermediate, tiling.columns), splits),
-            grad_hidden, gate_up, grad_gate_up, coded, *factors, mask and mask.bits, partials,
-            *row_strides,
+            grad_hidden, gate_up, *operands_of(scale), sums, grad_gate_up, coded, *factors,
+            mask and mask.bits, partials, *row_strides,
             rows, rows_of_a_split, intermediate, *ranks,
             tiling.rows, tiling.columns, block_rank, activation == "gelu_tanh",
             dots_in_fp32(kernel, gate_up),
@@ -291,9 +320,12 @@ def _launch(
         )  # fmt: skip
         launch(
             _sum_products_kernel, (cdiv(intermediate, _SUM_COLUMNS), 3),
-            partials, *sums, splits, intermediate, _SUM_COLUMNS, block_rank, num_warps=4,
+            partials, *gradients, splits, intermediate, _SUM_COLUMNS, block_rank, num_warps=4,
         )  # fmt: skip
+        if scale is not None and sums is not None:
+            sum_magnitudes(sums, scale, (intermediate, intermediate), magnitudes)
 
-    shape = intermediate, *ranks, grad_gate_up is None, coded is None, mask is None, activation
+    is_there = [one is not None for one in (grad_gate_up, coded, mask, scale)]
+    shape = intermediate, *ranks, *is_there, has_sums, activation
     shipped = BACKWARD_TILING._replace(registers=coded and CODED_REGISTERS)
     run(fastest(kernel, gate_up, rows, shape, shipped, _OTHERS, run))

@@ -2,7 +2,7 @@
 
     h = silu(gate) up,  z = h A'     for A [rank, intermediate]
 
-(or gelu, by tanh, for silu: GeGLU).
+(or gelu, by tanh, for silu: GeGLU). DoRA scales gate and up before it (`magnitudes.py`).
 
 With z at hand the down projection can grow in K, y = [h | z] [W | s B]', like the projections that
 widen. Growing in N would not need another pass over h either, but it costs time twice. y would get
@@ -31,6 +31,7 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2, on_device_of
 
 from .activation import activate
 from .autotune import fastest
+from .magnitudes import ColumnScale, operands_of, rescale
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages, tilings_for_masks
 
 SUM_ROWS = 64  # a program of the second kernel
@@ -59,6 +60,8 @@ _OTHERS = (
 def _swiglu_forward_product_kernel(
     gate_up_ptr,  # [rows, 2 intermediate]
     A_ptr,  # [rank, intermediate]
+    factor_ptr,  # [2 intermediate] fp32, what scales gate_up, or None
+    bias_ptr,  # [2 intermediate], what is added then, or None
     hidden_ptr,  # [rows, intermediate], written, or None
     bits_ptr,  # of the mask of hidden for the product, or None
     partials_ptr,  # [splits, rows, BLOCK_RANK] fp32, written
@@ -90,6 +93,8 @@ def _swiglu_forward_product_kernel(
         gate_tile = gate_up_ptr + row * gate_up_row_stride + column
         gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
+        gate = rescale(gate, factor_ptr, bias_ptr, column, column < end)
+        up = rescale(up, factor_ptr, bias_ptr, column + intermediate, column < end)
         activated, _ = activate(gate, IS_GELU, IN_FP32)
         hidden = (activated * up).to(gate_up_ptr.dtype.element_ty)
         if hidden_ptr is not None:
@@ -143,6 +148,7 @@ def swiglu_forward_product(
     copy: Tensor | None = None,
     mask: Mask | None = None,
     activation: str = "silu",
+    scale: ColumnScale | None = None,
 ) -> Tensor:
     """Return a new z = hidden A' [rows, rank], for hidden = silu(gate) * up.
 
@@ -155,17 +161,18 @@ def swiglu_forward_product(
 
     Given the columns of [hidden | z] as hidden and copy, it writes the input of a matmul that grows
     in K. With a mask, z is computed from what the mask keeps of hidden, scaled. With "gelu_tanh"
-    for the activation it is GeGLU's. The sums are fp32 and round once.
+    for the activation it is GeGLU's. With a scale, [gate | up] is scaled before it. The sums are
+    fp32 and round once.
     """
     rows, rank = gate_up.shape[0], A.shape[0]
     z = gate_up.new_empty(rows, rank)
     if rows and rank:
         with on_device_of(gate_up):
-            _launch(gate_up, A[:MAX_BLOCK_RANK], hidden, z, copy, mask, activation)
+            _launch(gate_up, A[:MAX_BLOCK_RANK], hidden, z, copy, mask, activation, scale)
             for first in range(MAX_BLOCK_RANK, rank, MAX_BLOCK_RANK):
                 some = slice(first, first + MAX_BLOCK_RANK)
                 more = None if copy is None else copy[:, some]
-                _launch(gate_up, A[some], None, z[:, some], more, mask, activation)
+                _launch(gate_up, A[some], None, z[:, some], more, mask, activation, scale)
     return z
 
 
@@ -177,6 +184,7 @@ def _launch(
     copy: Tensor | None,
     mask: Mask | None,
     activation: str,
+    scale: ColumnScale | None,
 ) -> None:
     """Both kernels, for as many ranks as A has rows."""
     rows, (rank, intermediate) = gate_up.shape[0], A.shape
@@ -192,7 +200,7 @@ def _launch(
         partials = gate_up.new_empty(splits, rows, block_rank, dtype=torch.float32)
         launch(
             kernel, (cdiv(rows, tiling.rows), splits),
-            gate_up, A, hidden, mask and mask.bits, partials,
+            gate_up, A, *operands_of(scale), hidden, mask and mask.bits, partials,
             gate_up.stride(0), A.stride(0), 0 if hidden is None else hidden.stride(0),
             rows, intermediate, columns_of_a_split, rank, mask.scale if mask else 1.0,
             tiling.rows, tiling.columns, block_rank, activation == "gelu_tanh",
@@ -205,6 +213,6 @@ def _launch(
             splits, rows, rank, SUM_ROWS, block_rank, num_warps=4,
         )  # fmt: skip
 
-    shape = intermediate, rank, hidden is None, mask is None, activation
+    shape = intermediate, rank, hidden is None, mask is None, activation, scale is None
     others = _OTHERS if mask is None else tilings_for_masks(_OTHERS)
     run(fastest(kernel, gate_up, rows, shape, forward_tiling(rows), others, run))

@@ -17,7 +17,8 @@ Per token of Qwen2.5-3B (hidden 2,048, q and k and v 2,560; r = 32, bf16) it sav
 input 4.1, [n|zn] 4.3, qkv 5.1, a 4.1, za, log-sum-exp and rstd 0.2. With norms of heads it saves q,
 k and v once more, as attention gets them: at Qwen3-8B (hidden 4,096, q and k and v 6,144) 12.3 kB,
 2.0 of these a second v, because attention reads all three from one buffer. The rstd of the heads
-are recomputed.
+are recomputed. With magnitudes (DoRA) it saves q, k and v once more before a pass has scaled them,
+and what o gives.
 
 Under checkpointing, if there is somewhere to keep them, a recompute keeps a, za and the sum. These
 are 8.2 kB a token, and save recomputing attention, the matmul with o and the sum.
@@ -31,6 +32,7 @@ from torch import Tensor
 from ..functions.rope import check_angles, check_head_norms
 from ..kernels.causal_attention import Attention
 from ..kernels.head_norms import HeadNorms, head_norms_backward
+from ..kernels.magnitudes import scale_columns
 from ..kernels.output_gate import gate_backward, gate_forward, split_gated_heads
 from ..kernels.qkv_attention import AttentionSaved, attention_backward, attention_forward
 from ..kernels.qkv_rope import norm_rope_together, rope_forward, scale_q, split_heads
@@ -146,14 +148,23 @@ class AttentionBlock(NamedTuple):
         qkv, n, rstd = inputs.buffer.project_norm(
             x, frame.norm, inputs.base_bias, dropouts.inputs,
             None if is_kept or not adds_to_copy(frame, dropouts.output) else output,
+            in_fp32=inputs.scale is not None,
         )  # fmt: skip
+        unscaled = None
+        if inputs.scale is not None:
+            given, like = qkv, inputs.A
+            qkv, unscaled = (
+                torch.empty_like(given, dtype=like.dtype),
+                torch.empty_like(given, dtype=like.dtype),
+            )
+            scale_columns(given, inputs.scale, qkv, unscaled)
         raw, qkv = self._norm_and_rotate(qkv)
 
         def attend() -> Attended:
             return self._attend(x, raw, qkv, output, dropouts.output)
 
         attended = attend() if is_last else once_as_record(attend)
-        entered = Entered(n, rstd)
+        entered = Entered(n, rstd, unscaled=unscaled)
         return attended.total, SavedAttention(
             entered, raw, qkv, attended.left, attended.saved, attended.before_gate
         )
@@ -203,7 +214,7 @@ class AttentionBlock(NamedTuple):
     ) -> tuple[Gradient | None, tuple]:  # fmt: skip
         """Return the gradients of x, None if nothing needs it, and of what the block trains."""
         inputs, output, dropout = self.frame.inputs, self.frame.output, run.dropouts.output
-        incoming = run.output_gradient(gradient, saved.left.normed)
+        incoming = run.output_gradient(gradient, saved.left.added)
         da, pa = output.buffer.gradient(incoming, None, dropout)
         o = run.sum_output(incoming, saved.left, pa, dropout)
         del incoming

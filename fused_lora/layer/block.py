@@ -31,20 +31,23 @@ Backward, for the incoming g:
     dB    = s dp' zn, s g' za
 
 Where what is added is normed, the last projection gives u, which is saved. One more pass makes
-t = x + norm(u), and g becomes the gradient of u for the last projection.
+t = x + norm(u), and g becomes the gradient of u for the last projection. Where it has a magnitude
+(DoRA), a pass makes t = x + c u + bias, likewise. u comes out of the matmul in fp32, and is saved
+in 16 bits for the gradient of the magnitude.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..kernels.magnitudes import scale_columns, scale_columns_backward
 from ..kernels.row_norm import add_normed
 from ..kernels.rows import empty_rows
 from ..rerun import keeps_elsewhere
 from .adapter_sums import AdapterSums
-from .buffer import Dropout, Incoming, ProductInput
+from .buffer import Dropout, Incoming, ProductInput, WeightGroup
 from .filling import Adapter, Filling
 from .operands import Dropouts, Frame, Kind, Kinds, Trained
 from .residual import Norm, Normed, addend_gradient, norm_backward
@@ -56,14 +59,22 @@ class Entered(NamedTuple):
     n: ProductInput  # the norm of the residual, which the projections read
     rstd: Tensor | None  # of the norm
     mask: Tensor | None = None  # [T, 1], which has multiplied x in front of the norm alone
+    unscaled: Tensor | None = None  # what the projections gave, where a pass has scaled that
+
+
+class Added(NamedTuple):
+    """Results of the last projection, on its way into the residual."""
+
+    z: Tensor  # of what it reads
+    normed: Normed | None  # where it is normed
+    unscaled: Tensor | None  # where it is scaled: before that
 
 
 class Left(NamedTuple):
     """The end of a block."""
 
     x: Tensor  # [T, in], what the last projection reads
-    z: Tensor  # x A'
-    normed: Normed | None  # what the last projection gave, where that is normed
+    added: Added
 
 
 def rows_for_output(
@@ -79,7 +90,8 @@ def rows_for_output(
 
 def adds_to_copy(frame: Frame, dropout: Dropout | None) -> bool:
     """Return True if the last matmul adds to a copy of the residual, which the norm has written."""
-    return frame.adds and frame.norm_after is None and frame.output.buffer.accumulates(dropout)
+    is_plain = frame.norm_after is None and frame.output.scale is None
+    return frame.adds and is_plain and frame.output.buffer.accumulates(dropout)
 
 
 def add_output(
@@ -90,21 +102,38 @@ def add_output(
     `adds_to_copy`, total holds x already. extended: as `Buffer` has it."""
     output = frame.output
 
-    def add(residual: Tensor | None, total: Tensor) -> Tensor:
+    def project(residual: Tensor | None, total: Tensor, multiplier: float) -> Tensor:
         return output.buffer.add_projected(
-            a, extended, residual, total, output.base_bias, frame.multiplier, dropout
+            a, extended, residual, total, output.base_bias, multiplier, dropout
         )
 
-    if frame.norm_after is None:
-        return Left(a, add(x if frame.adds else None, total), None)
-    projected = torch.zeros_like(x)
-    z = add(projected, projected)
-    return Left(a, z, add_norm_of(x, projected, frame.norm_after, total))
+    return Left(a, add_projection(frame, x, total, project))
 
 
-def add_norm_of(residual: Tensor, projected: Tensor, norm: Norm, total: Tensor) -> Normed:
-    rstd = add_normed(residual, projected, norm.weight, norm.eps, total, norm.zero_centered)
-    return Normed(projected, rstd)
+def add_projection(
+    frame: Frame,
+    x: Tensor,
+    total: Tensor,
+    project: Callable[[Tensor | None, Tensor, float], Tensor],
+) -> Added:
+    """Make total the residual x plus what the last projection gives. project(residual, total,
+    multiplier) is a method of its buffer."""
+    norm, scale, multiplier = frame.norm_after, frame.output.scale, frame.multiplier
+    if norm is None and scale is None:
+        return Added(project(x if frame.adds else None, total, multiplier), None, None)
+    projected, unscaled = total if norm is None else torch.zeros_like(x), None
+    if scale is None:
+        z = project(projected, projected, multiplier)
+    else:
+        given = total.new_empty(total.shape, dtype=torch.float32)
+        z = project(None, given, 1.0)
+        unscaled = torch.empty_like(given, dtype=frame.output.A.dtype)
+        residual = x if frame.adds and norm is None else None
+        scale_columns(given, scale, projected, unscaled, residual, multiplier)
+    if norm is None:
+        return Added(z, None, unscaled)
+    rstd = add_normed(x, projected, norm.weight, norm.eps, total, norm.zero_centered)
+    return Added(z, Normed(projected, rstd), unscaled)
 
 
 class Gradient(NamedTuple):
@@ -121,8 +150,9 @@ class Gradient(NamedTuple):
 class BlockBackward:
     """The two ends of a block's backward, and what they share.
 
-    bias_grads, last_bias_grad, norm_grad, norm_after_grad: gradients that the ends write, None
-    where nothing is trained. sums: computes those of all blocks' adapters at once.
+    bias_grads, magnitude_grads, norm_grad, norm_after_grad: gradients that the ends write, None
+    where nothing is trained; those of the last projection are the `last_`. sums: computes those of
+    all blocks' adapters at once.
     """
 
     def __init__(
@@ -136,23 +166,39 @@ class BlockBackward:
         *self.need, self.need_last = needed.adapters
         self.mixer_grads: tuple[Tensor | None, ...] = (None, None)  # of a mixer's result and gate
         self.bias_grads: list[Tensor | None] = []
-        self.last_bias_grad = self.norm_grad = self.norm_after_grad = None
+        self.magnitude_grads: list[Tensor | None] = []
+        self.last_bias_grad = self.last_magnitude_grad = None
+        self.norm_grad = self.norm_after_grad = None
         if kinds is not None:
             like = frame.output.A
-            pairs = zip(kinds.biases, needed.biases, strict=True)
-            *self.bias_grads, self.last_bias_grad = [_new(like, *pair) for pair in pairs]
+            for_each = [
+                [_new(like, *pair) for pair in zip(its_kinds, its_needed, strict=True)]
+                for its_kinds, its_needed in (
+                    (kinds.biases, needed.biases), (kinds.magnitudes, needed.magnitudes)
+                )
+            ]  # fmt: skip
+            *self.bias_grads, self.last_bias_grad = for_each[0]
+            *self.magnitude_grads, self.last_magnitude_grad = for_each[1]
             self.norm_grad = _new(like, kinds.norm, needed.norm)
             self.norm_after_grad = _new(like, kinds.norm_after, needed.norm_after)
 
-    def output_gradient(self, gradient: Gradient, normed: Normed | None) -> Incoming:
+    def output_gradient(self, gradient: Gradient, added: Added) -> Incoming:
         """Return the gradient of what the last projection gave."""
         frame, (total, incoming) = self.frame, gradient
         like, columns = frame.output.A, frame.output.grad_columns
         if not frame.adds_directly:
-            incoming = Incoming(addend_gradient(
-                total, frame.multiplier, normed, frame.norm_after, self.norm_after_grad, like,
-                columns,
-            ))  # fmt: skip
+            grad, multiplier = total, frame.multiplier
+            if added.unscaled is None or added.normed is not None:
+                rows = addend_gradient(
+                    total, multiplier, added.normed, frame.norm_after, self.norm_after_grad, like,
+                    columns,
+                )  # fmt: skip
+                grad, multiplier = rows, 1.0
+            else:
+                rows = empty_rows(like, len(total), columns)
+            magnitude_grads = (self.last_magnitude_grad,)
+            self._unscale(frame.output, added.unscaled, grad, rows, magnitude_grads, multiplier)
+            incoming = Incoming(rows)
         elif incoming is None:
             rows = empty_rows(like, len(total), columns)
             rows[:, : total.shape[1]].copy_(total)
@@ -162,13 +208,26 @@ class BlockBackward:
             frame.output.sum_biases(incoming.rows, (self.last_bias_grad,))
         return incoming
 
+    def _unscale(
+        self, group: WeightGroup, unscaled: Tensor | None, grad: Tensor, rows: Tensor,
+        magnitude_grads: Sequence[Tensor | None], multiplier: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Write the gradient of what the group's projections gave, `unscaled`, into the first
+        columns of rows, given in those of grad that of what a pass has made of it. Both may be one.
+        """
+        if unscaled is not None and group.scale is not None:
+            grad, grad_u = grad[:, : group.out], rows[:, : group.out]
+            factor = group.scale.factor
+            sums = scale_columns_backward(grad, unscaled, factor, grad_u, multiplier)
+            group.sum_magnitudes(sums, magnitude_grads)
+
     def sum_output(
         self, incoming: Incoming, left: Left, p: Tensor, dropout: Dropout | None
     ) -> Adapter:
         """Return the gradients of the last projection's adapter."""
         group, adapter, need = self.frame.output, (self.last_adapter,), (self.need_last,)
         assert incoming.rows is not None
-        (B,) = self.sums.add_B(group, adapter, need, incoming.rows, left.z)
+        (B,) = self.sums.add_B(group, adapter, need, incoming.rows, left.added.z)
         (A,) = self.sums.add_A(group, adapter, need, left.x, p, dropout)
         return Adapter(A, B)
 
@@ -178,11 +237,13 @@ class BlockBackward:
     ) -> tuple[Gradient | None, Tensor | None]:  # fmt: skip
         """Return the gradient of the residual x and p of the projections that share its norm, None
         for what nothing needs. grad_residual: of x beside the block. before: who takes it next."""
-        frame, (n, rstd, mask), norm_grad = self.frame, entered, self.norm_grad
+        frame, (n, rstd, mask, unscaled), norm_grad = self.frame, entered, self.norm_grad
         group = frame.inputs
         if any(grad is not None for grad in self.bias_grads):
             assert incoming.rows is not None
             group.sum_biases(incoming.rows, self.bias_grads)
+        if (rows := incoming.rows) is not None:
+            self._unscale(group, unscaled, rows, rows, self.magnitude_grads)
         if not need_x and norm_grad is None:
             if not any(need.A for need in self.need):
                 return None, None
@@ -235,8 +296,12 @@ class BlockBackward:
 
     def flat(self, *adapters: Adapter) -> tuple:
         """Return the gradients of all that the block trains, as `Trained` has them."""
-        biases = [*self.bias_grads, self.last_bias_grad] if self.frame.trains_others else ()
-        return Trained(adapters, biases, self.norm_grad, self.norm_after_grad).flat()
+        if not self.frame.trains_others:
+            return Trained(adapters).flat()
+        return Trained(
+            adapters, [*self.bias_grads, self.last_bias_grad],
+            [*self.magnitude_grads, self.last_magnitude_grad], self.norm_grad, self.norm_after_grad,
+        ).flat()  # fmt: skip
 
 
 def handed_over(

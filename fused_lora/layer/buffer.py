@@ -20,6 +20,9 @@ overrides just `encode`, and writes W into `matrix` there (`scratch.py`). `Filli
 a forward, and before a backward if `key` has changed.
 
 With dropout, separate kernels compute every projection's z and p A from masked tensors.
+
+DoRA multiplies each of y's features by a factor (`kernels/magnitudes.py`). A buffer gives y without
+it, and whoever reads y multiplies. So does whoever writes dy.
 """
 
 from collections.abc import Sequence
@@ -34,10 +37,12 @@ from fused_mlp.utils import without_autocast
 
 from ..kernels.dropped_products import dropped_gradient, dropped_products
 from ..kernels.extend_rows import extend_rows
+from ..kernels.magnitudes import ColumnScale, Factors, magnitude_factors, sum_magnitudes
 from ..kernels.products import SwiGLUProducts
 from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
 from ..kernels.swiglu_products_forward import swiglu_forward_product
+from ..rerun import once
 from .gathering import WeightSource
 from .residual import Norm, apply_norm, norm_backward
 
@@ -51,6 +56,13 @@ class Dropout(NamedTuple):
     def at(self, rows: slice) -> "Dropout":
         """Return the masks of these rows. The first row begins a word of bits."""
         return Dropout([mask and mask.at(rows) for mask in self.masks], self.blocks)
+
+
+class Activation(NamedTuple):
+    """The activation of an MLP's gate, and the scale of its gate and up, if there is one."""
+
+    name: str = "silu"
+    scale: ColumnScale | None = None
 
 
 class ProductInput(NamedTuple):
@@ -74,8 +86,10 @@ class Buffer:
     matrix: [out + width, in + width]. bias: [out + width], zero after out, or None. key: of the
     adapters that are in the border now; None: unknown. sources: of weights that lie elsewhere, and
     the rows that they are brought into. group: which of a layer's buffers it is, if that matters.
+    weight, A, sB: the parts of it. row_scales: [out], of a weight in codes, or None.
     """
 
+    row_scales: Tensor | None = None
     sources: Sequence[tuple[WeightSource, Tensor]] = ()
     group = 0
 
@@ -93,11 +107,12 @@ class Buffer:
 
     def project_norm(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None, dropout: Dropout | None,
-        copy: Tensor | None,
+        copy: Tensor | None, in_fp32: bool = False,
     ) -> tuple[Tensor, ProductInput, Tensor | None]:  # fmt: skip
         """Return (n W' + bias + adapters, [n | z], rstd) of n, the norm of x, or x without one.
 
-        Writes x into copy as well, if copy is given. n is in the buffer's dtype.
+        Writes x into copy as well, if copy is given. n is in the buffer's dtype, and so is what the
+        matmul gives, unless it is to be in_fp32, without a bias then, and can be.
         """
         inputs = x.shape[1]
         extended = empty_rows(self.A, x.shape[0], inputs + self.A.shape[0])
@@ -107,7 +122,12 @@ class Buffer:
             torch.mm(normed, self.A.t(), out=z)
         else:
             dropped_products(normed, self.A, dropout.blocks, dropout.masks, z)
-        return self.product(extended, bias), ProductInput(normed, z), rstd
+        if in_fp32:
+            y = x.new_empty(x.shape[0], len(self.sB), dtype=torch.float32)
+            self.add_product(y, extended, 1.0, adds=False)
+        else:
+            y = self.product(extended, bias)
+        return y, ProductInput(normed, z), rstd
 
     def accumulates(self, dropout: Dropout | None) -> bool:
         """Return True if the matmul adds to `total`, where the residual has to lie already. False:
@@ -120,9 +140,9 @@ class Buffer:
     ) -> Tensor:  # fmt: skip
         """Make total residual + multiplier (x W' + bias + adapters); return z, new.
 
-        residual: not read if `accumulates`: total then holds it already. None: 0. extended: rows
-        for [x | z]; x may be their first columns. None: allocate them if needed. One matmul adds
-        and rounds once. A bias rounds once more.
+        residual: not read if `accumulates`: total then holds it already. None: 0; total may then be
+        in fp32. extended: rows for [x | z]; x may be their first columns. None: allocate them if
+        needed. One matmul adds and rounds once. A bias rounds once more.
         """
         z = x.new_empty(x.shape[0], self.A.shape[0])
         if extended is None:
@@ -142,17 +162,17 @@ class Buffer:
 
     def add_swiglu(
         self, gate_up: Tensor, residual: Tensor | None, total: Tensor | None,
-        bias: Tensor | None, multiplier: float, activation: str, dropout: Dropout | None,
+        bias: Tensor | None, multiplier: float, activation: Activation, dropout: Dropout | None,
     ) -> Tensor:  # fmt: skip
         """Make total residual + multiplier (h W' + bias + adapters), as `add_projected` does, for
         h = silu(gate) up, or with GELU; return z, new. Without total compute z alone."""
         inputs, mask = self.A.shape[1], mask_of_one(dropout)
         if total is None:
-            return swiglu_forward_product(gate_up, self.A, None, None, mask, activation)
+            return swiglu_forward_product(gate_up, self.A, None, None, mask, *activation)
         extended = empty_rows(gate_up, gate_up.shape[0], inputs + self.A.shape[0])
         hidden, copy = extended.split_with_sizes([inputs, self.A.shape[0]], 1)
-        z = swiglu_forward_product(gate_up, self.A, hidden, copy, mask, activation)
-        self.add_product(total, extended, multiplier)
+        z = swiglu_forward_product(gate_up, self.A, hidden, copy, mask, *activation)
+        self.add_product(total, extended, multiplier, adds=residual is not None)
         if bias is not None:
             total.add_(bias, alpha=multiplier)
         return z
@@ -181,8 +201,8 @@ class Buffer:
         return rows[:, : x.shape[1]] if x.dtype == rows.dtype else torch.empty_like(x), rows
 
     def swiglu_backward(
-        self, grad_hidden: Tensor, gate_up: Tensor, products: SwiGLUProducts, activation: str,
-        is_read: bool,
+        self, grad_hidden: Tensor, gate_up: Tensor, products: SwiGLUProducts,
+        activation: Activation, is_read: bool,
     ) -> Incoming:  # fmt: skip
         """Return the gradient of gate_up, and write the products' gradients.
 
@@ -191,9 +211,13 @@ class Buffer:
         outputs, width = self.sB.shape
         rows = empty_rows(gate_up, gate_up.shape[0], outputs + width)
         swiglu_backward_products(
-            grad_hidden, gate_up, products.hidden, products.gate, products.up,
-            rows[:, :outputs], activation,
-        )  # fmt: skip
+            grad_hidden,
+            gate_up,
+            products,
+            rows[:, :outputs],
+            activation.name,
+            scale=activation.scale,
+        )
         return Incoming(rows)
 
     def gradient(
@@ -233,21 +257,24 @@ class Buffer:
         if total.dtype == extended.dtype:  # beta = 0 ignores what total holds
             total.addmm_(extended, weight, alpha=multiplier, beta=float(adds))
         else:
-            add_matmul_to_fp32(total, extended, weight, multiplier)
+            add_matmul_to_fp32(total, extended, weight, multiplier, adds)
 
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
         """Add dy W to grad."""
         grad.addmm_(dy, self.weight)
 
 
-def add_matmul_to_fp32(total: Tensor, x: Tensor, weight: Tensor, multiplier: float) -> None:
-    """Add multiplier x weight, in 16 bits, to total in fp32."""
+def add_matmul_to_fp32(
+    total: Tensor, x: Tensor, weight: Tensor, multiplier: float, adds: bool = True
+) -> None:
+    """Add multiplier x weight, in 16 bits, to total in fp32, or write it there."""
     with without_autocast(total):
         if total.is_cuda:
-            addmm = torch.ops.aten.addmm.dtype_out
-            addmm(total, x, weight, total.dtype, alpha=multiplier, out=total)
+            addmm, beta = torch.ops.aten.addmm.dtype_out, float(adds)
+            addmm(total, x, weight, total.dtype, beta=beta, alpha=multiplier, out=total)
         else:  # whose matmuls have one dtype
-            total.add_(x.float() @ weight.float(), alpha=multiplier)
+            product = x.float() @ weight.float()
+            (total if adds else total.zero_()).add_(product, alpha=multiplier)
 
 
 def mask_of_one(dropout: Dropout | None) -> Mask | None:
@@ -279,8 +306,11 @@ class WeightGroup:
 
     out: the sum of out_features. starts: where blocks begin. x_columns: of [x | z]. grad_columns:
     of [dy | p]. place: equal for the same border, laid out alike. own_bias: replaces the buffer's,
-    where one is trained. base_bias: the bias without what is beside it for z.
+    where one is trained. base_bias: the bias without what is beside it for z, None with a scale.
+    scale: of what its projections give, for whoever reads that, with the bias; None: no scale.
     """
+
+    scale: ColumnScale | None = None
 
     def __init__(self, buffer: Buffer, layout: GroupLayout, own_bias: Tensor | None = None):
         self.buffer, self.A, self.sB, self.layout = buffer, buffer.A, buffer.sB, layout
@@ -296,6 +326,42 @@ class WeightGroup:
 
     def with_own_bias(self, own_bias: Tensor | None) -> "WeightGroup":
         return WeightGroup(self.buffer, self.layout, own_bias)
+
+    def scaled(self, factors: Factors | None) -> "WeightGroup":
+        """Return the group with the scale of these factors."""
+        if factors is None:
+            return self
+        group = WeightGroup(self.buffer, self.layout, self.own_bias)
+        group.scale, group.base_bias = ColumnScale(*factors, self.base_bias), None
+        return group
+
+    def factors(self, magnitudes: Sequence[Tensor | None]) -> Factors | None:
+        """Return what these magnitudes [out], None for a projection without, become with what the
+        buffer holds. A recompute takes the first run's."""
+        if all(magnitude is None for magnitude in magnitudes):
+            return None
+        return Factors(*once(lambda: self._factors(magnitudes), is_small=True))
+
+    def _factors(self, magnitudes: Sequence[Tensor | None]) -> Factors:
+        factor = torch.ones(self.out, dtype=torch.float32, device=self.A.device)
+        inverse_norm = torch.empty_like(factor)
+        scales, row = self.buffer.row_scales, 0
+        for magnitude, out, first, block in zip(
+            magnitudes, self.out_features, self.starts, self.blocks, strict=True
+        ):
+            rows, border = slice(row, row + out), slice(first, first + block)
+            if magnitude is not None:
+                magnitude_factors(
+                    self.buffer.weight[rows], self.A[border], self.sB[rows, border], magnitude,
+                    None if scales is None else scales[rows], factor[rows], inverse_norm[rows],
+                )  # fmt: skip
+            row += out
+        return Factors(factor, inverse_norm)
+
+    def sum_magnitudes(self, sums: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        """Write the gradients of the projections' magnitudes from the sums of `magnitudes.py`."""
+        assert self.scale is not None
+        sum_magnitudes(sums, self.scale, self.out_features, gradients)
 
     def by_projection(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the columns of each projection in its outputs, or in their gradient."""

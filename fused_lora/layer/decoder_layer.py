@@ -27,7 +27,16 @@ from .buffer import Incoming, WeightGroup
 from .filling import Adapter, Filling
 from .mixer_block import MixerBlock
 from .mlp_block import MLPBlock
-from .operands import Dropouts, Kinds, Trained, check_block, check_input, draw_dropouts, kinds_of
+from .operands import (
+    BlockFactors,
+    Dropouts,
+    Kinds,
+    Trained,
+    check_block,
+    check_input,
+    draw_dropouts,
+    kinds_of,
+)
 from .residual import apply_norm
 
 NAME = "DecoderLayer"
@@ -41,6 +50,7 @@ class Saved(NamedTuple):
     dtype: torch.dtype  # of hidden
     totals: tuple[Tensor, ...]  # [T, hidden], before each further block, and before norm_next
     blocks: tuple[Any, ...]
+    factors: tuple[BlockFactors, ...]  # theirs
     saved: tuple[Any, ...]
     adapters: tuple[tuple[Adapter, ...], ...]
     dropouts: tuple[Dropouts, ...]
@@ -66,9 +76,10 @@ class DecoderLayer(torch.autograd.Function):
         found, gate: of a MixerBlock, which comes first; else None.
         trained: of each block the A [r, in] and B [out, r] of its projections, in bf16, fp16 or
             fp32. They are copied into the borders, in the buffers' dtype and scaled. Where the
-            block trains_others, a bias of each projection follows, in any dtype, and the weights of
-            its two norms in hidden's, None for one that is not trained. They replace the block's.
-            Biases are summed in fp32, and so are all these gradients.
+            block trains_others, a bias of each projection follows and then a magnitude of each
+            (DoRA's), [out] in any dtype, and the weights of its two norms in hidden's, None for one
+            that is not there or not trained. Biases and norms replace the block's. Gradients are
+            summed in fp32.
         blocks: an AttentionBlock or a MixerBlock, an MLPBlock, or both in this order, with norms in
             hidden's dtype.
 
@@ -112,6 +123,8 @@ class DecoderLayer(torch.autograd.Function):
         adapters = tuple(trained.adapters for trained in every)
         filling, groups = _filled(blocks)
         filling.fill(groups, list(chain.from_iterable(adapters)))
+        unscaled, factors = blocks, tuple(map(_factors_of, blocks, every))
+        blocks = tuple(map(_scaled, blocks, factors))
         # not a view itself, or autograd would forbid to change it in place
         output = normed = rstd = None
         last = blocks[-1].frame
@@ -137,7 +150,7 @@ class DecoderLayer(torch.autograd.Function):
             output, normed = (one.detach().view(hidden.shape) for one in (total, normed))
         store(ctx, Saved(
             hidden if found is None and blocks[0].frame.adds else None, hidden.dtype,
-            tuple(totals), tuple(map(_without_seed, blocks)), tuple(all_saved), adapters,
+            tuple(totals), tuple(map(_without_seed, unscaled)), factors, tuple(all_saved), adapters,
             tuple(all_dropouts), tuple(map(kinds_of, every)), rstd,
         ))  # fmt: skip
         if normed is not None:
@@ -149,7 +162,8 @@ class DecoderLayer(torch.autograd.Function):
         saved: Saved = restore(ctx)
         refuse_second_derivative(_function_of(saved.blocks), "the unfused layer")
         need_hidden, _, _, *row, _ = ctx.needs_input_grad
-        hidden, blocks, adapters = saved.hidden, saved.blocks, saved.adapters
+        hidden, adapters = saved.hidden, saved.adapters
+        blocks = tuple(map(_scaled, saved.blocks, saved.factors))
         filling, groups = _filled(blocks)
         filling.refill(groups, list(chain.from_iterable(adapters)))
         sums = AdapterSums()
@@ -194,6 +208,15 @@ def _with_others(block: Any, trained: Trained) -> Any:
     return block._replace(frame=block.frame.with_others(name, trained))
 
 
+def _factors_of(block: Any, trained: Trained) -> BlockFactors:
+    return block.frame.factors(trained)
+
+
+def _scaled(block: Any, factors: BlockFactors) -> Any:
+    frame = block.frame.scaled(factors)
+    return block if frame is block.frame else block._replace(frame=frame)
+
+
 def _without_seed(block: Any) -> Any:
     return (
         block._replace(frame=block.frame._replace(seed=None))
@@ -208,8 +231,8 @@ def _by_block(values: Sequence, blocks: Blocks) -> Iterator[Trained]:
     if len(values) != sum(wanted):
         raise ValueError(
             f"{_function_of(blocks)}: {len(values)} trained tensors given, should be {sum(wanted)}"
-            ": A and B of each projection of a block, and where it trains others a bias of each "
-            "and two norms, None for one that is not trained"
+            ": A and B of each projection of a block, and where it trains others a bias and a "
+            "magnitude of each and two norms, None for one that is not trained"
         )
     first = 0
     for block, count in zip(blocks, wanted, strict=True):

@@ -223,7 +223,7 @@ class MixerBlock(NamedTuple):
     ) -> tuple[Gradient, tuple]:  # fmt: skip
         """Return the gradients of x and of what the block trains."""
         dropout = run.dropouts.output
-        incoming = run.output_gradient(gradient, saved.left.normed)
+        incoming = run.output_gradient(gradient, saved.left.added)
         grad_y, p = self.frame.output.buffer.gradient(incoming, None, dropout)
         out_proj = run.sum_output(incoming, saved.left, p, dropout)
         run.mixer_grads = self.ends.leave_backward(grad_y, self.found, self.gate, saved.kept)

@@ -18,6 +18,8 @@ take 2.27 ms. As [dm | pm], which is 64 columns wider, with pm A added to it aft
 Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008; r = 32, bf16) it saves 52.4 kB: its
 input 4.1, [m|zm] 4.2, gu 44.0, zh and rstd 0.1. Under checkpointing the forward runs twice, and
 keeps zh from the first time (`rerun.once`). That is 64 bytes a token, and saves the second SwiGLU.
+With a magnitude (DoRA) it keeps what down gives too, 4.1 kB: its matmul is 8% of a step. Tiles make
+it again.
 The gate's activation may be GELU by tanh (Gemma): a flag of the same kernels.
 
 While the MLP of a long row runs backward, gu, dgu, h and dh would be most of what a checkpointed
@@ -35,13 +37,12 @@ from torch import Tensor
 
 from fused_mlp.utils import check_activation
 
-from ..rerun import once, rows_of_a_tile
+from ..rerun import keeps_elsewhere, once, rows_of_a_tile
 from .adapter_sums import new_swiglu_gradients
-from .block import BlockBackward, Entered, Gradient, add_norm_of, adds_to_copy
-from .buffer import Dropout
+from .block import Added, BlockBackward, Entered, Gradient, add_projection, adds_to_copy
+from .buffer import Activation, Dropout
 from .filling import Adapter
 from .operands import Dropouts, Frame
-from .residual import Normed
 from .tiles import TiledBackward, tiles_of
 
 
@@ -50,8 +51,7 @@ class SavedMLP(NamedTuple):
 
     entered: Entered
     gate_up: Tensor
-    z_down: Tensor  # h A' of down
-    normed: Normed | None  # what down gave, where that is normed
+    added: Added  # of down
 
 
 class SavedTiles(NamedTuple):
@@ -88,17 +88,19 @@ class MLPBlock(NamedTuple):
             return output, self._forward_in_tiles(x, output, dropouts, tiles)
         entered, gate_up = self._enter(x, output, dropouts)
 
-        def add() -> tuple[Tensor, Normed | None]:
+        def add() -> Added:
             return self._add_activated(gate_up, x, output, dropouts.output)
 
         if self.frame.norm_after is not None:
-            return output, SavedMLP(entered, gate_up, *add())
+            return output, SavedMLP(entered, gate_up, add())
+        stays = self.frame.output.scale is None or not keeps_elsewhere()
         if output is None:
-            (z,) = once(lambda: add()[:1], is_small=True)
+            added = Added(*once(add, is_small=stays))
         else:
-            z, _ = add()
-            (z,) = once(lambda: (z,), is_small=True)  # a recompute without output: no SwiGLU then
-        return output, SavedMLP(entered, gate_up, z, None)
+            added = add()
+            # a recompute without output: no SwiGLU then
+            added = Added(*once(lambda: added, is_small=stays))
+        return output, SavedMLP(entered, gate_up, added)
 
     def _enter(
         self, x: Tensor, output: Tensor | None, dropouts: Dropouts
@@ -113,22 +115,24 @@ class MLPBlock(NamedTuple):
 
     def _add_activated(
         self, gate_up: Tensor, x: Tensor, output: Tensor | None, dropout: Dropout | None
-    ) -> tuple[Tensor, Normed | None]:
-        """Write x plus down of the activated gate_up into output, if it is given. Return z of down,
-        and down's output where that is normed."""
+    ) -> Added:
+        """Write x plus down of the activated gate_up into output, if it is given."""
         frame, down = self.frame, self.frame.output
 
-        def add(residual: Tensor, total: Tensor | None) -> Tensor:
+        def project(residual: Tensor | None, total: Tensor | None, multiplier: float) -> Tensor:
             return down.buffer.add_swiglu(
-                gate_up, residual, total, down.base_bias, frame.multiplier, self.activation, dropout
-            )
+                gate_up, residual, total, down.base_bias, multiplier, self._scaled_activation,
+                dropout,
+            )  # fmt: skip
 
-        if frame.norm_after is None:
-            return add(x, output), None
-        projected = torch.zeros_like(x)
-        z = add(projected, projected)
-        target = torch.empty_like(x) if output is None else output
-        return z, add_norm_of(x, projected, frame.norm_after, target)
+        if output is None and frame.norm_after is None and down.scale is None:
+            return Added(project(x, None, frame.multiplier), None, None)
+        total = torch.empty_like(x) if output is None else output
+        return add_projection(frame, x, total, project)
+
+    @property
+    def _scaled_activation(self) -> Activation:
+        return Activation(self.activation, self.frame.inputs.scale)
 
     def _forward_in_tiles(
         self, x: Tensor, output: Tensor | None, dropouts: Dropouts, tiles: Sequence[slice]
@@ -137,8 +141,7 @@ class MLPBlock(NamedTuple):
             assert output is not None
             its_dropouts = dropouts.at(rows)
             _, gate_up = self._enter(x[rows], output[rows], its_dropouts)
-            z, _ = self._add_activated(gate_up, x[rows], output[rows], its_dropouts.output)
-            return z
+            return self._add_activated(gate_up, x[rows], output[rows], its_dropouts.output).z
 
         every_z = [] if output is None else [add(rows) for rows in tiles]
         (z_down,) = once(lambda: (torch.cat(every_z),), is_small=True)
@@ -162,10 +165,10 @@ class MLPBlock(NamedTuple):
     ) -> tuple:
         """Compute what `backward` reads, and return the gradients of what the block trains."""
         entered, gate_up = self._enter(x, None, run.dropouts)
-        normed = None
-        if self.frame.norm_after is not None:
-            z_down, normed = self._add_activated(gate_up, x, None, run.dropouts.output)
-        saved = SavedMLP(entered, gate_up, z_down, normed)
+        added = Added(z_down, None, None)
+        if self.frame.norm_after is not None or self.frame.output.scale is not None:
+            added = self._add_activated(gate_up, x, None, run.dropouts.output)
+        saved = SavedMLP(entered, gate_up, added)
         _, gradients = self._backward(run, x, saved, gradient, need_x, None)
         run.sums.compute()
         return gradients
@@ -176,21 +179,22 @@ class MLPBlock(NamedTuple):
     ) -> tuple[Gradient | None, tuple]:  # fmt: skip
         gate_up, down, dropouts = self.frame.inputs, self.frame.output, run.dropouts
         entered = saved.entered
-        g = run.output_gradient(gradient, saved.normed)
+        g = run.output_gradient(gradient, saved.added)
         assert g.rows is not None
         dh, ph = down.buffer.gradient(g, None, dropouts.output)
         with_swiglu = new_swiglu_gradients(
             saved.gate_up, gate_up, ph, entered.n.z, (*run.adapters, run.last_adapter),
             (*run.need, run.need_last), dropouts.output,
         )  # fmt: skip
+        products = with_swiglu.products._replace(magnitudes=run.magnitude_grads)
         trains_biases = any(grad is not None for grad in run.bias_grads)
         dgu = gate_up.buffer.swiglu_backward(  # and what is in with_swiglu
-            dh, saved.gate_up, with_swiglu.products, self.activation,
+            dh, saved.gate_up, products, self._scaled_activation,
             is_read=dropouts.inputs is None and not trains_biases and need_x,
         )  # fmt: skip
         del dh  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
         (down_B,) = run.sums.add_B(
-            down, (run.last_adapter,), (run.need_last,), g.rows, saved.z_down
+            down, (run.last_adapter,), (run.need_last,), g.rows, saved.added.z
         )
         grad_x, pm = run.input_gradient(dgu, gradient.total, x, entered, need_x, before)
         gate_A, up_A = run.sum_A(entered, pm)

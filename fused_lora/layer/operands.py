@@ -18,6 +18,7 @@ from fused_mlp.dropout import draw_masks
 from fused_mlp.launching import check_runnable
 from fused_mlp.utils import compute_dtype
 
+from ..kernels.magnitudes import Factors
 from ..kernels.row_norm import MAX_HIDDEN, _rms_norm_forward_kernel
 from .buffer import Dropout, WeightGroup
 from .filling import Adapter, Filling, adapters_of
@@ -29,23 +30,27 @@ class Trained(NamedTuple):
 
     adapters: tuple[Adapter, ...]  # of its projections, the last one's last
     biases: Sequence[Any] = ()  # theirs, [out] in any dtype; none where only adapters are trained
+    magnitudes: Sequence[Any] = ()  # DoRA's, likewise
     norm: Any = None  # [hidden], None where it is not trained
     norm_after: Any = None  # likewise
 
     @classmethod
     def from_flat(cls, values: Sequence, projections: int) -> "Trained":
-        """Name these values: A and B of each projection; then, where a bias or a norm is trained, a
-        bias of each and the weights of both norms, None for one that is not trained."""
+        """Name these values: A and B of each projection; then, where anything else is trained, a
+        bias and a magnitude of each and the weights of both norms, None for one that is not."""
         adapters, others = values[: 2 * projections], values[2 * projections :]
         if not others:
             return cls(adapters_of(adapters))
-        *biases, norm, norm_after = others
-        return cls(adapters_of(adapters), biases, norm, norm_after)
+        *others, norm, norm_after = others
+        biases, magnitudes = others[:projections], others[projections:]
+        return cls(adapters_of(adapters), biases, magnitudes, norm, norm_after)
 
     def flat(self) -> tuple:
         """Return the values as `from_flat` takes them."""
         adapters = tuple(chain.from_iterable(self.adapters))
-        return (*adapters, *self.biases, self.norm, self.norm_after) if self.biases else adapters
+        if not self.biases:
+            return adapters
+        return (*adapters, *self.biases, *self.magnitudes, self.norm, self.norm_after)
 
 
 class Frame(NamedTuple):
@@ -67,7 +72,7 @@ class Frame(NamedTuple):
     # None to share the mask of the projection before; empty: none is
     dropout_rates: tuple[float | None, ...] = ()
     masks_before: int = 0  # projections of the same layer whose masks have the same seed
-    trains_others: bool = False  # biases or norms, beside the adapters
+    trains_others: bool = False  # biases, magnitudes or norms, beside the adapters
 
     # --- of one call alone ---
 
@@ -84,13 +89,14 @@ class Frame(NamedTuple):
     @property
     def tensors(self) -> int:
         """The number of tensors that it trains, as `Trained` has them."""
-        others = self.projections + 2 if self.trains_others else 0
+        others = 2 * self.projections + 2 if self.trains_others else 0
         return 2 * self.projections + others
 
     @property
     def adds_directly(self) -> bool:
         """Return True if the gradient of the output is that of what the last projection gave."""
-        return self.norm_after is None and self.multiplier == 1.0
+        scale = self.output.scale
+        return self.norm_after is None and self.multiplier == 1.0 and scale is None
 
     def with_others(self, name: str, trained: Trained) -> "Frame":
         """Return the block with its biases and norms replaced by those that are trained."""
@@ -103,6 +109,27 @@ class Frame(NamedTuple):
             inputs=_with_biases(f"{name}: inputs", self.inputs, biases),
             output=_with_biases(f"{name}: output", self.output, (bias,)),
         )
+
+    def factors(self, trained: Trained) -> "BlockFactors":
+        """Return what the magnitudes become. The buffers are filled."""
+        if not trained.magnitudes:
+            return BlockFactors()
+        *magnitudes, last = trained.magnitudes
+        return BlockFactors(self.inputs.factors(magnitudes), self.output.factors((last,)))
+
+    def scaled(self, factors: "BlockFactors") -> "Frame":
+        """Return the block with these factors."""
+        if factors == (None, None):
+            return self
+        inputs, output = self.inputs.scaled(factors.inputs), self.output.scaled(factors.output)
+        return self._replace(inputs=inputs, output=output)
+
+
+class BlockFactors(NamedTuple):
+    """The factors of a block's two buffers, None for one without magnitudes."""
+
+    inputs: Factors | None = None
+    output: Factors | None = None
 
 
 def _with_weight(name: str, norm: Norm | None, weight: Tensor | None) -> Norm | None:
@@ -137,19 +164,22 @@ class Kind(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """The Kind of each bias and norm that is trained, None for one that is not."""
+    """The Kind of all that is trained beside adapters, None for one that is not."""
 
     biases: Sequence[Kind | None]
+    magnitudes: Sequence[Kind | None]
     norm: Kind | None
     norm_after: Kind | None
 
 
 def kinds_of(trained: Trained) -> Kinds | None:
-    """Return the kinds, None where no bias and no norm is trained."""
+    """Return the kinds, None where only adapters are trained."""
     if not trained.biases:
         return None
-    biases = tuple(map(_kind_of, trained.biases))
-    return Kinds(biases, _kind_of(trained.norm), _kind_of(trained.norm_after))
+    biases, magnitudes = (
+        tuple(map(_kind_of, some)) for some in (trained.biases, trained.magnitudes)
+    )
+    return Kinds(biases, magnitudes, _kind_of(trained.norm), _kind_of(trained.norm_after))
 
 
 def _kind_of(tensor: Tensor | None) -> Kind | None:
@@ -197,6 +227,11 @@ def check_block(name: str, hidden: Tensor, trained: Trained, frame: Frame) -> No
     if not frame.has_entered:
         check_adapters(f"{name}: inputs", adapters, frame.inputs)
     check_adapters(f"{name}: output", (last,), frame.output)
+    outs = frame.output.out_features
+    outs = outs if frame.has_entered else (*frame.inputs.out_features, *outs)
+    for i, (magnitude, out) in enumerate(zip(trained.magnitudes, outs, strict=False)):
+        if magnitude is not None and magnitude.shape != (out,):
+            raise ValueError(f"{name}: magnitude {i} is {list(magnitude.shape)}, should be [{out}]")
     for key in ("norm", "norm_after", "norm_next"):
         norm = getattr(frame, key)
         if norm is not None and norm.weight.shape != hidden.shape[2:]:

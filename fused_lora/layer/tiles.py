@@ -47,8 +47,8 @@ class TiledBackward:
             Adapter(*(one.to("meta", torch.float32) for one in adapter)) for adapter in adapters
         ]
         self._in_fp32 = kinds and Kinds(
-            [_in_fp32(kind) for kind in kinds.biases], _in_fp32(kinds.norm),
-            _in_fp32(kinds.norm_after),
+            [*map(_in_fp32, kinds.biases)], [*map(_in_fp32, kinds.magnitudes)],
+            _in_fp32(kinds.norm), _in_fp32(kinds.norm_after),
         )  # fmt: skip
         self._sums: list[Tensor] = []
         self._are_there: list[bool] = []

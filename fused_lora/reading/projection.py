@@ -62,6 +62,8 @@ class Projection(NamedTuple):
     dropout: float | None = 0.0
     lora_bias: Tensor | None = None  # PEFT's name for an adapter's bias
     base: nn.Module | None = None  # owner of weight and bias; None: this is a part
+    # DoRA's: the norm of each row of W + scaling B A; None: that is what it is
+    magnitude: Tensor | None = None
     # its weight is in 4 bits and has not been `written` (`weights/four_bit_parts.py`)
     is_packed: bool = False
 
@@ -94,12 +96,14 @@ def read_projection(
     projection: nn.Module,
     own_forward: bool = True,
     why_not_base: Callable[[nn.Module], str | None] = why_not_alone,
+    may_scale: bool = False,
 ) -> Projection:
     """Return the parts of a projection that computes what Projection says and nothing else. Raises
     a Refusal for any other.
 
     Called in every forward, up to seven times per layer. own_forward: whether the projection itself
     must still have its class's forward. why_not_base: checks how the base weight is stored.
+    may_scale: whether it may have a magnitude.
     """
     if type(projection) is not LoraLinear and not is_4bit_lora(projection):
         refuse(_why_not_lora(projection) or why_not_base(projection))
@@ -119,9 +123,12 @@ def read_projection(
     B: Any = parts["lora_B"]._modules[adapter]  # type: ignore[union-attr]
     dropout: Any = parts["lora_dropout"]._modules[adapter]  # type: ignore[union-attr]
     dropped = _dropout_of(dropout)
+    magnitude = None
     if projection.use_dora.get(adapter, False):
-        raise Refusal("it uses DoRA: leave use_dora out")
-    if adapter in projection.lora_variant:
+        scaler: Any = parts["lora_magnitude_vector"]._modules[adapter]  # type: ignore[union-attr]
+        refuse(_why_not_dora(scaler, dropped, may_scale))
+        magnitude = _parameter(scaler, "weight")
+    elif adapter in projection.lora_variant:
         variant = type(projection.lora_variant[adapter]).__name__
         raise Refusal(f"it uses a variant of LoRA ({variant}): only plain LoRA runs fused")
     refuse(why_not_base(base))
@@ -137,7 +144,16 @@ def read_projection(
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
     weight, is_packed = _weight_of(base)
     bias, scaling = _parameter(base, "bias"), float(scaling)  # from NumPy, say
-    return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base, is_packed)
+    return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base, magnitude, is_packed)
+
+
+def _why_not_dora(scaler: nn.Module, dropped: float, may_scale: bool) -> str | None:
+    """Return the reason if an adapter's magnitudes, which this module has, cannot be used."""
+    if dropped:
+        return "it uses DoRA with lora_dropout: set that to 0.0"
+    if not may_scale:
+        return "it uses DoRA, which only whole layers compute: ask for layer=True"
+    return why_call(scaler)
 
 
 def active_adapter(projection: Any) -> str:
@@ -184,15 +200,17 @@ def seed_for(x: Tensor, *dropouts: float | None) -> Tensor | None:
 def split_projection(whole: Projection, sizes: Sequence[int]) -> list[Projection]:
     """Split one layer into the projections whose outputs, of these sizes, lie side by side in its
     own. They share its adapter's A, each with a gradient for it, and its mask."""
-    weights, biases, B, lora_biases = (
+    weights, biases, B, lora_biases, magnitudes = (
         [None] * len(sizes) if one is None else one.split(list(sizes))
-        for one in (whole.weight, whole.bias, whole.B, whole.lora_bias)
+        for one in (whole.weight, whole.bias, whole.B, whole.lora_bias, whole.magnitude)
     )
     dropouts = [whole.dropout, *[None] * (len(sizes) - 1)]
     return [
-        Projection(weight, bias, whole.A, one, whole.scaling, dropout, lora_bias)
-        for weight, bias, one, dropout, lora_bias in zip(
-            weights, biases, B, dropouts, lora_biases, strict=True
+        Projection(
+            weight, bias, whole.A, one, whole.scaling, dropout, lora_bias, magnitude=magnitude
+        )
+        for weight, bias, one, dropout, lora_bias, magnitude in zip(
+            weights, biases, B, dropouts, lora_biases, magnitudes, strict=True
         )
     ]
 

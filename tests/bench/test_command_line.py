@@ -264,7 +264,7 @@ def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
 
 GIVEN = {  # every option, as it is given
     "suite": ["all"], "variants": ["fused_mlp"], "seq_lens": ["64"], "batch_size": ["1"],
-    "accumulate": ["2"], "targets": ["q_proj"], "lora_dropout": ["0.1"],
+    "accumulate": ["2"], "targets": ["q_proj"], "lora_dropout": ["0.1"], "dora": [],
     "rank": ["8"], "steps": ["4"], "rounds": ["2"], "interleave": ["9"], "model": ["x.json"],
     "base": ["nf4"], "padded": [], "documents": [], "data": ["x.jsonl"],
     "seed": ["1"], "gpus": ["2"], "device": ["cpu"],

@@ -38,6 +38,8 @@ def newer_fields(found):
         return {"card": None, "gpus": []}
     if "variants" in found:
         return NEWER
+    if "dropout" in found:
+        return {"dora": False}
     return {"stages_s": None, "other_floors": {}} if "schema_version" in found else {}
 
 

@@ -21,6 +21,7 @@ from fused_lora.kernels import (
     causal_attention_backward,
     dequantize_4bit,
     head_norms,
+    magnitudes,
     many_copies,
     output_gate,
     qkv_rope,
@@ -35,8 +36,10 @@ from fused_lora.kernels.fp8_products import add_coded_border
 from fused_lora.kernels.fp8_rows import fp8_rows
 from fused_lora.kernels.fp8_swiglu import guess_gradient_scales, repair_gradient_codes, swiglu_codes
 from fused_lora.kernels.logits import LogitScaling, Statistics, cross_entropy_, log_probs_gradient_
+from fused_lora.kernels.magnitudes import ColumnScale
+from fused_lora.kernels.products import Product, SwiGLUProducts
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
-from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
+from fused_lora.kernels.swiglu_products_backward import swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
 from fused_lora.loss.label_check import find_wrong_label
 from fused_mlp.dropout import Mask, drop, keep_bits, kept_share
@@ -198,12 +201,28 @@ def launch_layer():
         dequantize_4bit._launch(prepared, at)
     products = [Product(empty(TOKENS, RANK), empty(COLUMNS, RANK)) for _ in range(3)]
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
-    swiglu_backward_products(hidden, gate_up, *products, torch.empty_like(gate_up))
+    three = SwiGLUProducts(*products)
+    swiglu_backward_products(hidden, gate_up, three, torch.empty_like(gate_up))
     swiglu_forward_product(gate_up, empty(RANK, COLUMNS), hidden, empty(TOKENS, RANK))
-    swiglu_backward_products(hidden, gate_up, *products, torch.empty_like(gate_up), "gelu_tanh")
+    swiglu_backward_products(hidden, gate_up, three, torch.empty_like(gate_up), "gelu_tanh")
     swiglu_forward_product(gate_up, empty(RANK, COLUMNS), hidden, None, None, "gelu_tanh")
     sums_over_tokens([(hidden, products[:1])])
     launch_dropout(gate_up, hidden, products)
+    launch_magnitudes(gate_up, hidden, three)
+
+
+def launch_magnitudes(gate_up, hidden, three):
+    """Launch a layer's kernels where it has magnitudes."""
+    f32, grad = torch.float32, torch.empty_like(gate_up)
+    scale = ColumnScale(*(empty(2 * COLUMNS, dtype=d) for d in (f32, f32, torch.bfloat16)))
+    three = three._replace(magnitudes=(empty(COLUMNS), empty(COLUMNS, dtype=f32)))
+    swiglu_forward_product(gate_up, empty(RANK, COLUMNS), hidden, None, None, "silu", scale)
+    swiglu_backward_products(hidden, gate_up, three, grad, "silu", None, scale)
+    magnitudes.scale_columns(gate_up.float(), scale, grad, gate_up, grad)
+    magnitudes.scale_columns_backward(grad, gate_up, scale.factor, grad)
+    A, sB = empty(RANK, HIDDEN), empty(2 * COLUMNS, RANK)
+    operands = A, sB, scale.factor, None, scale.factor, scale.inverse_norm
+    magnitudes.magnitude_factors(empty(2 * COLUMNS, HIDDEN), *operands)
 
 
 def launch_wide_attention(documents):
@@ -222,7 +241,8 @@ def launch_wide_attention(documents):
 def launch_dropout(gate_up, hidden, products):
     """Launch a layer's kernels with masks."""
     mask, masked = mask_of(hidden), products[0]._replace(mask=mask_of(hidden))
-    swiglu_backward_products(hidden, gate_up, masked, *products[1:], torch.empty_like(gate_up))
+    three = SwiGLUProducts(masked, *products[1:])
+    swiglu_backward_products(hidden, gate_up, three, torch.empty_like(gate_up))
     swiglu_forward_product(gate_up, empty(RANK, COLUMNS), hidden, empty(TOKENS, RANK), mask)
     x, A, z = empty(TOKENS, HIDDEN), empty(3 * RANK, HIDDEN), empty(TOKENS, 3 * RANK)
     three = [Product(z[:, :RANK], empty(HIDDEN, RANK), 1.0, mask_of(x)) for _ in range(3)]
@@ -253,6 +273,8 @@ def launch_fp8():
     )
     one = Bordering(*border, vectors[1], codes, codes_t, vectors[0], vectors[0], B_halves, A_halves)
     fp8_borders([one] * 4)
+    A, sB, rows = empty(RANK, 2 * COLUMNS), empty(2 * COLUMNS, RANK), vectors[1]
+    magnitudes.magnitude_factors(codes, A, sB, rows, rows, rows, rows)
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     codes, scales = swiglu_codes(gate_up, 2 * COLUMNS, "silu")
     add_coded_border(codes, scales, B_halves, vectors[0], torch.bfloat16)
@@ -264,7 +286,7 @@ def launch_fp8():
     logit_codes(empty(TOKENS, VOCABULARY), labels, *row_values, empty(VOCABULARY, dtype=f32), -100)
     coded = guess_gradient_scales(hidden, gate_up, codes, scales, vectors[1], "silu")
     products = [Product(empty(TOKENS, RANK), empty(COLUMNS, RANK)) for _ in range(3)]
-    swiglu_backward_products(hidden, gate_up, *products, None, "silu", coded)
+    swiglu_backward_products(hidden, gate_up, SwiGLUProducts(*products), None, "silu", coded)
     repair_gradient_codes(hidden, gate_up, coded, "silu")
 
 

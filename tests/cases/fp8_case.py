@@ -3,10 +3,9 @@
 import functools
 
 import torch
-import torch.nn.functional as F
 from cases import layer_case
 from cases.fused_case import SHORT, beside, step
-from cases.reference import assert_near, over_draws, random, relative_error
+from cases.reference import GATED, assert_near, over_draws, random, relative_error
 from peft import LoraConfig
 
 from fused_lora import Fusion, fuse
@@ -68,8 +67,8 @@ class OracleBuffer(Fp8Buffer):
     """An Fp8Buffer of the same weights in fp64. It uses codes of SwiGLU's gradient unchanged."""
 
     def __init__(self, weight, bias, like):
-        self.scales = weight.float().abs().amax(1) / 448
-        self.codes = nearest(weight.float() / self.scales[:, None])
+        self.scales = self.row_scales = weight.float().abs().amax(1) / 448
+        self.codes = self.weight = nearest(weight.float() / self.scales[:, None])
         self.A, self.sB = torch.zeros_like(like.A), torch.zeros_like(like.sB)
         self.bias, self.key = bias, None
         # of codes from SwiGLU, which are made without a border
@@ -95,9 +94,9 @@ class OracleBuffer(Fp8Buffer):
         y = (codes * scales @ self.codes.t() + adapted) * self.scales
         return (y if bias is None else y + bias.double()).to(dtype)
 
-    def project_norm(self, x, norm, bias, dropout, copy):
+    def project_norm(self, x, norm, bias, dropout, copy, in_fp32=False):
         if dropout is not None:
-            return Buffer.project_norm(self, x, norm, bias, dropout, copy)
+            return Buffer.project_norm(self, x, norm, bias, dropout, copy, in_fp32)
         normed, rstd = x.double(), None
         if norm is not None:
             rstd = (normed.square().mean(1) + norm.eps).rsqrt()
@@ -108,7 +107,7 @@ class OracleBuffer(Fp8Buffer):
         return y, ProductInput(codes.to(x.dtype), z, scales.to(x.dtype)), rstd
 
     def add_projected(self, x, extended, residual, total, bias, multiplier, dropout):
-        if dropout is not None:
+        if dropout is not None or residual is None:
             return Buffer.add_projected(
                 self, x, extended, residual, total, bias, multiplier, dropout
             )
@@ -117,12 +116,12 @@ class OracleBuffer(Fp8Buffer):
         return z
 
     def add_swiglu(self, gate_up, residual, total, bias, multiplier, activation, dropout):
-        if dropout is not None:
+        if dropout is not None or residual is None or activation.scale is not None:
             return Buffer.add_swiglu(
                 self, gate_up, residual, total, bias, multiplier, activation, dropout
             )
         gate, up = gate_up.double().chunk(2, 1)
-        hidden = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        hidden = GATED[activation.name](gate, up)
         y, z = self.from_rows(*quantised(hidden), None, gate_up.dtype)
         if total is not None:
             torch.add(residual, y, alpha=multiplier, out=total)
@@ -161,6 +160,10 @@ class OracleBuffer(Fp8Buffer):
         grad.add_((codes * scales @ self.codes).to(dy.dtype))
 
 
+def is_there(operand):
+    return operand is not None
+
+
 def results(blocks, adapters, device, draw=0, head_dim=16):
     """Return a layer's output and every gradient."""
     hidden, grad = layer_case.tokens((2, SHORT), torch.float32, device, draw, hidden=32)
@@ -168,7 +171,7 @@ def results(blocks, adapters, device, draw=0, head_dim=16):
     hidden.requires_grad_()
     blocks = layer_case.in_a_call(blocks, cos, sin)
     output = DecoderLayer.apply(hidden, None, None, *adapters, blocks)
-    found = torch.autograd.grad(output, [hidden, *adapters], grad)
+    found = torch.autograd.grad(output, [hidden, *filter(is_there, adapters)], grad)
     return [output.detach(), *found]
 
 
@@ -181,7 +184,7 @@ def assert_layer_is(model, oracle, device):
     """
     most = 1e-3 if device == "cpu" else 2e-3
     *adapters, blocks = layer_case.operands_of(layer_case.layer_of(model))
-    adapters = [t.detach().requires_grad_() for t in adapters]
+    adapters = [t if t is None else t.detach().requires_grad_() for t in adapters]
     groups = [
         [WeightGroup(oracle(group), group.layout) for group in block.frame.groups]
         for block in blocks

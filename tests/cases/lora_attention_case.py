@@ -138,7 +138,7 @@ def lora_attention(x, cos, sin, mask, *rest):
         sinks=frozen.sinks, positions=x.shape[1], cos=cos, sin=sin, mask=mask,
         q_scale=frozen.q_scale, window=frozen.window,
     )  # fmt: skip
-    others = (*biases, None, None) if biases else ()
+    others = (*biases, *[None] * len(biases), None, None) if biases else ()
     return LoRA_Attention.apply(x, None, None, *adapters, *others, (block,))
 
 

@@ -42,7 +42,7 @@ from ...kernels.fp8_swiglu import (
 from ...kernels.products import SwiGLUProducts
 from ...kernels.row_norm import norm_backward_codes, norm_codes
 from ...kernels.swiglu_products_backward import swiglu_backward_products
-from ..buffer import Buffer, Dropout, Incoming, ProductInput
+from ..buffer import Activation, Buffer, Dropout, Incoming, ProductInput
 from ..residual import Norm
 
 _serials = itertools.count()
@@ -68,7 +68,8 @@ class Fp8Buffer(Buffer):
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype
     ):
         outputs, inputs = codes.shape
-        self.scales, self.bias = scales, bias
+        self.scales = self.row_scales = scales
+        self.bias = bias
         self.key: tuple | None = None
         self.made_of: dict[int, int] = {}
         self.serial = next(_serials)
@@ -109,10 +110,10 @@ class Fp8Buffer(Buffer):
 
     def project_norm(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None, dropout: Dropout | None,
-        copy: Tensor | None,
+        copy: Tensor | None, in_fp32: bool = False,
     ) -> tuple[Tensor, ProductInput, Tensor | None]:  # fmt: skip
         if dropout is not None:
-            return super().project_norm(x, norm, bias, dropout, copy)
+            return super().project_norm(x, norm, bias, dropout, copy, in_fp32)
         padded = self._codes.shape[1]
         if norm is None:
             (codes, scales), rstd = fp8_rows(x, padded), None
@@ -132,8 +133,7 @@ class Fp8Buffer(Buffer):
         self, x: Tensor, extended: Tensor | None, residual: Tensor | None, total: Tensor,
         bias: Tensor | None, multiplier: float, dropout: Dropout | None,
     ) -> Tensor:  # fmt: skip
-        assert residual is not None  # parts of a layer do not run in FP8
-        if dropout is not None:
+        if dropout is not None or residual is None:
             return super().add_projected(x, extended, residual, total, bias, multiplier, dropout)
         codes, scales = fp8_rows(x, self._codes.shape[1])
         y, z = self._product_and_z(codes, scales, bias, x.dtype)
@@ -142,14 +142,14 @@ class Fp8Buffer(Buffer):
 
     def add_swiglu(
         self, gate_up: Tensor, residual: Tensor | None, total: Tensor | None,
-        bias: Tensor | None, multiplier: float, activation: str, dropout: Dropout | None,
+        bias: Tensor | None, multiplier: float, activation: Activation, dropout: Dropout | None,
     ) -> Tensor:  # fmt: skip
-        if dropout is not None:
+        if dropout is not None or activation.scale is not None or residual is None:
             return super().add_swiglu(
                 gate_up, residual, total, bias, multiplier, activation, dropout
             )
-        codes, scales = swiglu_codes(gate_up, self._codes.shape[1], activation)
-        if residual is None or total is None:
+        codes, scales = swiglu_codes(gate_up, self._codes.shape[1], activation.name)
+        if total is None:
             return add_coded_border(codes, scales, self._A_halves, self._factors, gate_up.dtype)
         y, z = self._product_and_z(codes, scales, None, gate_up.dtype)
         torch.add(residual, y, alpha=multiplier, out=total)
@@ -173,19 +173,17 @@ class Fp8Buffer(Buffer):
         return grad_x, Incoming(rows, Codes(*codes, x.dtype))
 
     def swiglu_backward(
-        self, grad_hidden: Tensor, gate_up: Tensor, products: SwiGLUProducts, activation: str,
-        is_read: bool,
+        self, grad_hidden: Tensor, gate_up: Tensor, products: SwiGLUProducts,
+        activation: Activation, is_read: bool,
     ) -> Incoming:  # fmt: skip
         """Return the gradient as codes alone, where only `gradient` reads it."""
-        if not is_read:
+        if not is_read or activation.scale is not None:
             return super().swiglu_backward(grad_hidden, gate_up, products, activation, is_read)
         codes, scales = new_codes(gate_up, self._codes_t.shape[1])
-        coded = guess_gradient_scales(grad_hidden, gate_up, codes, scales, self.scales, activation)
-        swiglu_backward_products(
-            grad_hidden, gate_up, products.hidden, products.gate, products.up, None, activation,
-            coded,
-        )  # fmt: skip
-        repair_gradient_codes(grad_hidden, gate_up, coded, activation)
+        name = activation.name
+        coded = guess_gradient_scales(grad_hidden, gate_up, codes, scales, self.scales, name)
+        swiglu_backward_products(grad_hidden, gate_up, products, None, name, coded)
+        repair_gradient_codes(grad_hidden, gate_up, coded, name)
         return Incoming(None, Codes(codes, scales, gate_up.dtype))
 
     def gradient(
@@ -234,7 +232,11 @@ class Fp8Buffer(Buffer):
     def add_product(
         self, total: Tensor, extended: Tensor, multiplier: float, adds: bool = True
     ) -> None:
-        total.add_(self.product(extended, None), alpha=multiplier)
+        y = self.product(extended, None)
+        if adds:
+            total.add_(y, alpha=multiplier)
+        else:
+            torch.mul(y, multiplier, out=total)
 
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
         codes, scales = fp8_rows(dy, self._codes_t.shape[1], self.scales)

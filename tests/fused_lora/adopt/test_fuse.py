@@ -206,11 +206,12 @@ WHOLE = {"layer": 2, "rms_norm": 1, "cross_entropy": 1}
 BEST = {  # options of the model: what runs fused, and what the report says of the rest
     "all seven": ({}, WHOLE, ""),
     "dropout": ({"lora_dropout": 0.5}, WHOLE, ""),
-    "DoRA": (
-        {"use_dora": True},
+    "DoRA": ({"use_dora": True}, WHOLE, ""),
+    "DoRA with dropout": (
+        {"use_dora": True, "lora_dropout": 0.5},
         {"rope": 2, "rms_norm": 5, "cross_entropy": 1},
-        f"left to PEFT: {LAYERS}.0.mlp and 1 other like it: gate_proj: it uses DoRA: "
-        "leave use_dora out",
+        f"left to PEFT: {LAYERS}.0.mlp and 1 other like it: gate_proj: it uses DoRA with "
+        "lora_dropout: set that to 0.0",
     ),
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.foreign.checkpointing import policy_of
+from fused_lora.layer import buffer
 from fused_lora.step.checkpoint import policies_in
 from fused_lora.step.settings import ModuleSettings
 
@@ -136,6 +137,30 @@ def test_the_down_projection_does_not_run_again(device, monkeypatch):
     fused, _, _ = pair(device, Fusion(mlp=True, checkpoint="full"))
     step(fused, length=SHORT)
     assert len(calls) == 2  # two layers, once each
+
+
+@pytest.mark.parametrize("policy", ["full", "offload"])
+def test_magnitudes_become_factors_once_and_down_does_not_run_again(policy, device, monkeypatch):
+    """A checkpointed layer keeps its factors and what down gives, and trains as a kept one."""
+    made, added = [], []
+    function, add = buffer.magnitude_factors, buffer.Buffer.add_swiglu
+    monkeypatch.setattr(
+        buffer, "magnitude_factors", lambda *given: made.append(1) or function(*given)
+    )
+    monkeypatch.setattr(
+        buffer.Buffer, "add_swiglu", lambda *given: added.append(given[3]) or add(*given)
+    )
+    kept, _, _ = pair(device, LAYER, use_dora=True, config=THREE_LAYERS)
+    again = copy.deepcopy(kept)
+    fuse(again, Fusion(checkpoint=policy))
+    for model in (kept, again):
+        results = step(model, length=SHORT)
+        assert len(made) == 7 * 3 and len(added) == 3, "once in each layer"
+        made.clear(), added.clear()
+        if model is kept:
+            want = results
+    assert results.functions == want.functions and results.keys() == want.keys()
+    assert all(torch.equal(results[name], want[name]) for name in want)
 
 
 def activate_another(model):

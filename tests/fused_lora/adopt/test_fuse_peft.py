@@ -32,10 +32,11 @@ from peft import LoraConfig
 from fused_lora import Fusion, report, unfuse
 
 FUSIONS = {  # and what a step of two layers runs of it
-    "mlp": (MLP_ON, {"LoRA_MLP": 2}),
-    "attention": (Fusion(attention=True), {"LoRA_QKV": 2, "LoRA_W": 2}),
-    "attention and rope": (Fusion(attention=True, rope=True), {"LoRA_Attention": 2}),
-    "layer": (Fusion(layer=True), {"DecoderLayer": 2}),
+    "mlp": (MLP_ON, {"LoRA_MLP": 2}, {}),
+    "attention": (Fusion(attention=True), {"LoRA_QKV": 2, "LoRA_W": 2}, {}),
+    "attention and rope": (Fusion(attention=True, rope=True), {"LoRA_Attention": 2}, {}),
+    "layer": (Fusion(layer=True), {"DecoderLayer": 2}, {}),
+    "layer, DoRA": (Fusion(layer=True), {"DecoderLayer": 2}, {"use_dora": True}),
 }
 
 # --- PEFT goes on working -------------------------------------------------------------------------
@@ -52,9 +53,10 @@ def assert_left_to_peft(fused, plain, reason, most=0.0):
 
 
 @pytest.mark.slow("layer")
-@pytest.mark.parametrize(("fusion", "functions"), FUSIONS.values(), ids=FUSIONS)
-def test_adapters_that_are_switched_and_merged_are_as_in_peft(fusion, functions, device):
-    fused, plain, done = layer_case.pair(device, fusion)
+@pytest.mark.parametrize(("fusion", "functions", "lora"), FUSIONS.values(), ids=FUSIONS)
+def test_adapters_that_are_switched_and_merged_are_as_in_peft(fusion, functions, lora, device):
+    """The second is plain LoRA."""
+    fused, plain, done = layer_case.pair(device, fusion, **lora)
     assert assert_same(fused, plain) == functions
     for model in (fused, plain):
         model.add_adapter("second", LoraConfig(r=4, lora_alpha=4, target_modules="all-linear"))

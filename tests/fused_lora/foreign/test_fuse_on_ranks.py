@@ -77,6 +77,7 @@ FUSED = {
     "everything, even": (EVERYTHING, EVEN),
     "parts": (Fusion(**ALL), {}),
     "layer, 4 bits": (LAYER, IN_4_BITS),
+    "layer, DoRA": (LAYER, EVEN | {"use_dora": True}),
     "parts, 4 bits": (Fusion(**ALL), IN_4_BITS),
     "experts in 4 bits": (Fusion(**ALL), EXPERTS | {"dtype": torch.float32}),
 }
@@ -159,6 +160,7 @@ TRIED = [
     ("FSDP2", "experts in 4 bits"),
     ("FSDP2, all", "experts in 4 bits"),
     ("FSDP2, all, before fuse", "layer, 4 bits"),
+    *((how, "layer, DoRA") for how in ("FSDP2, all", "shard_base")),
 ]
 
 

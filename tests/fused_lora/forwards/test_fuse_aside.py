@@ -58,13 +58,13 @@ def test_a_reason_that_nobody_asked_for_is_said_once_and_a_wish_never(calls, dev
 def test_what_the_report_of_fuse_said_is_not_said_again(device):
     model = peft_model(device)
     for name in ("mlp.up_proj", "self_attn.k_proj"):
-        readapt(layers(model)[0].get_submodule(name), use_dora=True)
-    assert "it uses DoRA" in str(fuse(model, Fusion(**ALL)))
+        readapt(layers(model)[0].get_submodule(name), init_lora_weights="mica")
+    assert "it uses a variant of LoRA" in str(fuse(model, Fusion(**ALL)))
     assert said_by(lambda: logits(model)) == []
     # what becomes of another layer it did not say
-    readapt(layers(model)[1].mlp.up_proj, use_dora=True)
+    readapt(layers(model)[1].mlp.up_proj, init_lora_weights="mica")
     (said,) = said_by(lambda: logits(model))
-    assert "up_proj: it uses DoRA" in said
+    assert "up_proj: it uses a variant of LoRA" in said
 
 
 def test_attention_that_no_longer_runs_as_one_function_says_so_in_training(device):

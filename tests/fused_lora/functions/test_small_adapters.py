@@ -11,7 +11,8 @@ from cases.reference import random, unpacked
 
 from fused_lora.functions.lora_linear import FrozenLayers, FrozenLinear, LoRA_W
 from fused_lora.kernels.fp8_rows import codes_and_scales
-from fused_lora.layer.buffer import Buffer, Dropout
+from fused_lora.kernels.magnitudes import ColumnScale, scale_columns
+from fused_lora.layer.buffer import Activation, Buffer, Dropout
 from fused_lora.layer.fp8.buffer import Fp8Buffer
 from fused_lora.layer.residual import Norm
 from fused_mlp.dropout import draw_masks
@@ -79,7 +80,7 @@ def down_projection(case):
     def output(B):
         total = case.residual.clone()
         buffer = case.buffer(B)
-        buffer.add_swiglu(case.gate_up, total, total, None, 1.0, "silu", case.dropout)
+        buffer.add_swiglu(case.gate_up, total, total, None, 1.0, Activation(), case.dropout)
         return total
 
     return case.share(output, torch.nn.functional.silu(gate) * up)
@@ -117,3 +118,48 @@ def test_a_part_alone_shows_less_of_it_and_never_more(device):
         return LoRA_W.apply(case.x, case.A, B, frozen)[0]
 
     assert 0.0 <= case.share(output, case.x) < 0.5
+
+
+def scaled(case, place):
+    """Return the share of the change that factors of 1 + DELTA make where they were 1, as where
+    training begins. A bf16 number times that rounds to itself."""
+    buffer, norm = case.buffer(case.B), Norm(torch.ones(IN, dtype=BF16, device=case.x.device), 1e-6)
+
+    def scale(factor, columns):
+        factors = torch.full((columns,), factor, device=case.x.device)
+        return ColumnScale(factors, factors, None)
+
+    def output(factor):
+        given, y = torch.empty(ROWS, OUT, device=case.x.device), torch.empty_like(case.residual)
+        if place == "down":
+            y.copy_(case.residual)
+            activation = Activation("silu", scale(factor, 2 * IN))
+            buffer.add_swiglu(case.gate_up, y, y, None, 1.0, activation, None)
+            return y.double()
+        if place == "o":
+            buffer.add_projected(case.x, None, None, given, None, 1.0, None)
+        else:
+            given, *_ = buffer.project_norm(case.x, norm, None, None, None, in_fp32=True)
+        residual = case.residual if place == "o" else None
+        scale_columns(given, scale(factor, OUT), y, torch.empty_like(y), residual)
+        return y.double()
+
+    together = (case.weight.double() + case.B.double() @ case.A.double()).t()
+    gate, up = case.gate_up.double().chunk(2, 1)
+    inputs = {
+        "v": case.x.double() * case.x.double().square().mean(1, keepdim=True).add(1e-6).rsqrt(),
+        "o": case.x.double(),
+        # the slope of the factors of both
+        "down": torch.func.jvp(
+            lambda c: torch.nn.functional.silu(c * gate) * c * up,
+            *[(torch.ones((), dtype=gate.dtype, device=gate.device),)] * 2,
+        )[1],
+    }
+    exact = (inputs[place] @ together * DELTA).flatten()
+    changed = (output(1.0 + DELTA) - output(1.0)).flatten()
+    return (changed @ exact / (exact @ exact)).item()
+
+
+@pytest.mark.parametrize("place", ["v", "o", "down"])
+def test_whole_layers_show_all_of_a_small_change_of_magnitudes(place, device):
+    assert 0.9 < scaled(Case(device, False, False), place) < 1.1

@@ -17,8 +17,9 @@ from fused_lora.kernels.fp8_swiglu import (
     repair_gradient_codes,
     swiglu_codes,
 )
+from fused_lora.kernels.products import Product, SwiGLUProducts
 from fused_lora.kernels.row_norm import norm_backward_codes, norm_codes, rms_norm_backward
-from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
+from fused_lora.kernels.swiglu_products_backward import swiglu_backward_products
 
 FP32_EPS = torch.finfo(FP32).eps
 
@@ -258,7 +259,8 @@ def test_codes_of_the_gradient_whatever_was_guessed(rows, intermediate, activati
     ]  # fmt: skip
     in_rows = torch.empty_like(gate_up)
     coded = guess_gradient_scales(grad, gate_up, codes, scales, column_scales, activation)
-    swiglu_backward_products(grad, gate_up, *products, in_rows, activation, coded)
+    three = SwiGLUProducts(*products)
+    swiglu_backward_products(grad, gate_up, three, in_rows, activation, coded)
     assert coded.passed.any(1).nonzero().flatten().tolist() == ([0, 1, *bad] if wide else [])
     repair_gradient_codes(grad, gate_up, coded, activation)
     want = gate_up.double().requires_grad_()
@@ -270,7 +272,7 @@ def test_codes_of_the_gradient_whatever_was_guessed(rows, intermediate, activati
     most = exact.abs().amax(1, keepdim=True)[fine] / 448
     assert (scales[fine] >= most * (1 - 1e-5)).all() and (scales[fine] <= 65 * most + 1e-29).all()
     alone = [product._replace(gradient=torch.empty_like(product.gradient)) for product in products]
-    swiglu_backward_products(grad, gate_up, *alone, in_rows, activation)
+    swiglu_backward_products(grad, gate_up, SwiGLUProducts(*alone), in_rows, activation)
     for one, other in zip(products, alone, strict=True):
         torch.testing.assert_close(
             one.gradient, other.gradient, rtol=1e-4, atol=1e-5, equal_nan=True

@@ -10,6 +10,7 @@ import pytest
 import test_causal_attention as attention
 import test_dropout as dropout
 import test_fp8_codes as coded
+import test_magnitudes as magnitudes_of
 import test_qkv_rope as rope
 import test_routed_rows as routed
 import test_row_norm as norms
@@ -34,6 +35,7 @@ from fused_lora.kernels import (
     fp8_rows,
     fp8_swiglu,
     head_norms,
+    magnitudes,
     output_gate,
     qkv_rope,
     routed_rows,
@@ -47,6 +49,7 @@ from fused_mlp.utils import ACTIVATIONS
 tiles_of_forward = products_forward.small_tiles  # fixtures that every test of theirs has
 tiles_of_backward = products_backward.small_tiles
 tiles_of_sums = sums.small_tiles
+ranges_of_magnitudes = magnitudes_of.few_ranges
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,10 @@ def on_case(function):
 NORM_KERNELS = ((row_norm, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),)
 KEEP_BITS = fused_mlp.dropout, "_keep_bits_kernel"
 ABOUT_ONE = {"": {}, ", about one": {"zero_centered": True}}
-OF_SWIGLU = {"": {}, ", GeGLU": {"activation": "gelu_tanh"}, ", dropout": {"dropout": 0.3}}
+OF_SWIGLU = {
+    "": {}, ", GeGLU": {"activation": "gelu_tanh"}, ", dropout": {"dropout": 0.3},
+    ", scaled": {"has_scale": True},
+}  # fmt: skip
 LAUNCHERS = {
     **{
         f"rms_norm{which}": Launcher(
@@ -109,6 +115,17 @@ LAUNCHERS = {
         ((extend_rows, "_extend_rows_kernel"),),
         norms.EXTENDED, "odd", (0, 8, 4), norms.extended_case,
         on_case(norms.fused_extension), on_case(norms.eager_extension), writes=4,
+    ),
+    "magnitude_factors": Launcher(
+        ((magnitudes, "_magnitude_factors_kernel"),),
+        magnitudes_of.WEIGHTS, "odd", (0, 8, 4), magnitudes_of.factors_case,
+        on_case(magnitudes_of.fused_factors), on_case(magnitudes_of.eager_factors), writes=0,
+    ),
+    "scale_columns": Launcher(
+        ((magnitudes, "_scale_columns_kernel", "_scale_columns_backward_kernel",
+          "_sum_magnitude_kernel"),),
+        magnitudes_of.SIZES, "odd", (0, 8), magnitudes_of.scaled_case,
+        on_case(magnitudes_of.fused_scaled), on_case(magnitudes_of.eager_scaled), writes=3,
     ),
     "fp8_rows": Launcher(
         ((fp8_rows, "_fp8_rows_kernel"),),

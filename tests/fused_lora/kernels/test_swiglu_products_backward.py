@@ -5,7 +5,9 @@ import torch
 from cases.reference import GATED, dropped, mask_of, random
 
 from fused_lora.kernels import swiglu_products_backward as module
-from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
+from fused_lora.kernels.magnitudes import ColumnScale
+from fused_lora.kernels.products import Product, SwiGLUProducts
+from fused_lora.kernels.swiglu_products_backward import swiglu_backward_products
 from fused_lora.kernels.tiling import Tiling, stages
 from fused_mlp.swiglu import swiglu_backward
 
@@ -38,10 +40,18 @@ def make(case, dtype, device):
     return grad_hidden, gate_up, *factors
 
 
+def scale_of(gate_up):
+    """Return the factors of gate and up, the inverse norms and the biases."""
+    columns = gate_up.shape[1]
+    return [random(columns, seed=seed).to(gate_up) for seed in (11, 12, 13)]
+
+
 def fused(
-    grad_hidden, gate_up, *factors, dtype=None, layout=torch.clone, activation="silu", dropout=0.0
-):
-    """Return grad_gate_up and the three products. The first is transposed, as A is."""
+    grad_hidden, gate_up, *factors, dtype=None, layout=torch.clone, activation="silu", dropout=0.0,
+    has_scale=False,
+):  # fmt: skip
+    """Return grad_gate_up and the three products, the first of them transposed, as A is; then,
+    with a scale, the gradients of magnitudes."""
     gradients = []
     for i, factor in enumerate(factors):
         intermediate, rank = grad_hidden.shape[1], factor.shape[1]
@@ -51,11 +61,27 @@ def fused(
     mask = mask_of(*grad_hidden.shape, grad_hidden.device, dropout) if dropout else None
     products = map(Product, map(layout, factors), gradients, SCALINGS, (mask, None, None))
     grad = layout(torch.full_like(gate_up, 7.0))
-    swiglu_backward_products(*map(layout, (grad_hidden, gate_up)), *products, grad, activation)
+    products, scale = SwiGLUProducts(*products), None
+    if has_scale:
+        factor, inverse_norm, bias = scale_of(gate_up)
+        scale = ColumnScale(factor.float(), inverse_norm.float(), bias)
+        magnitudes = [factor.new_full((len(factor) // 2,), 7.0) for _ in range(2)]
+        products, gradients = products._replace(magnitudes=magnitudes), [*gradients, *magnitudes]
+    operands = map(layout, (grad_hidden, gate_up))
+    swiglu_backward_products(*operands, products, grad, activation, scale=scale)
     return grad, *gradients
 
 
-def eager(grad_hidden, gate_up, *factors, activation="silu", dropout=0.0):
+def eager(grad_hidden, gate_up, *factors, activation="silu", dropout=0.0, has_scale=False):
+    if has_scale:
+        factor, inverse_norm, bias = scale_of(gate_up)
+        scaled = factor * gate_up + bias
+        grad, *products = eager(grad_hidden, scaled, *factors, activation=activation)
+        magnitudes = ((grad * gate_up).sum(0) * inverse_norm).chunk(2)
+        hidden, *others = products
+        parts = factor.chunk(2)
+        others = [one * part[:, None] for one, part in zip(others, parts, strict=True)]
+        return grad * factor, hidden, *others, *magnitudes
     gate_up = gate_up.clone().requires_grad_()
     hidden = GATED[activation](*gate_up.chunk(2, dim=1))
     (grad,) = torch.autograd.grad(hidden, gate_up, grad_hidden)
@@ -84,7 +110,7 @@ def test_only_what_is_wanted_is_computed(wanted, device):
         for is_wanted, f, g, s in zip(wanted, factors, want[1:], SCALINGS, strict=True)
     ]
     grad = torch.empty_like(gate_up)
-    swiglu_backward_products(grad_hidden, gate_up, *products, grad)
+    swiglu_backward_products(grad_hidden, gate_up, SwiGLUProducts(*products), grad)
     assert torch.equal(grad, want[0])
     for product, gradient in zip(products, want[1:], strict=True):
         assert product is None or torch.equal(product.gradient, gradient)

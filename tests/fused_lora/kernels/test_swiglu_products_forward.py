@@ -3,8 +3,10 @@
 import pytest
 import torch
 from cases.reference import GATED, dropped, mask_of, random
+from test_swiglu_products_backward import scale_of
 
 from fused_lora.kernels import swiglu_products_forward as module
+from fused_lora.kernels.magnitudes import ColumnScale
 from fused_lora.kernels.swiglu_products_forward import forward_tiling, swiglu_forward_product
 from fused_lora.kernels.tiling import Tiling
 from fused_mlp.swiglu import swiglu_forward
@@ -36,15 +38,22 @@ def empty(gate_up, *columns):
     return [torch.full((len(gate_up), n), 7.0, dtype=gate_up.dtype).to(gate_up) for n in columns]
 
 
-def fused(gate_up, A, layout=torch.clone, activation="silu", dropout=0.0):
+def fused(gate_up, A, layout=torch.clone, activation="silu", dropout=0.0, has_scale=False):
     """Return z, hidden and z's copy."""
     hidden, copy = map(layout, empty(gate_up, *A.t().shape))
     mask = mask_of(*hidden.shape, hidden.device, dropout) if dropout else None
-    z = swiglu_forward_product(layout(gate_up), layout(A), hidden, copy, mask, activation)
+    scale = None
+    if has_scale:
+        factor, inverse_norm, bias = scale_of(gate_up)
+        scale = ColumnScale(factor.float(), inverse_norm, bias)
+    z = swiglu_forward_product(layout(gate_up), layout(A), hidden, copy, mask, activation, scale)
     return z, hidden, copy
 
 
-def eager(gate_up, A, activation="silu", dropout=0.0):
+def eager(gate_up, A, activation="silu", dropout=0.0, has_scale=False):
+    if has_scale:
+        factor, _, bias = scale_of(gate_up)
+        gate_up = factor * gate_up + bias
     hidden = GATED[activation](*gate_up.chunk(2, dim=1))
     z = dropped(hidden, dropout) @ A.t()
     return z, hidden, z

@@ -36,13 +36,18 @@ def check(device, monkeypatch):
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow("bf16-Qwen2", "fp16-Qwen3")
+@pytest.mark.slow("bf16-Qwen2-{}", "fp16-Qwen3-{}")
 @pytest.mark.parametrize(
-    ("dtype", "family"),
-    [*zip(DTYPES, FAMILIES, strict=True), ("fp32", "Qwen3"), ("fp16", "Qwen3")],
-)
-def test_output_and_gradients_are_within_the_error_budget(dtype, family, check):
-    check(family=family, **DTYPES[dtype])
+    ("dtype", "family", "lora"),
+    [
+        *((*one, {}) for one in zip(DTYPES, FAMILIES, strict=True)),
+        ("fp32", "Qwen3", {}), ("fp16", "Qwen3", {}),
+        *((dtype, "Qwen2", {"use_dora": True}) for dtype in DTYPES),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_output_and_gradients_are_within_the_error_budget(dtype, family, lora, check):
+    check(family=family, **DTYPES[dtype], **lora)
 
 
 RANKS = {"q_proj": 3, "up_proj": 12, "down_proj": 1}
@@ -110,6 +115,28 @@ OPTIONS = {
         "modules_to_save": [*NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"],
     },
     "joined projections": PHI,
+    "magnitudes, each its own rank, rsLoRA, biases everywhere": {
+        "family": "Llama", "config": {"attention_bias": True, "mlp_bias": True},
+        "rank_pattern": RANKS, "use_rslora": True, "use_dora": True,
+    },
+    "magnitudes, rank 80, norms of heads": {
+        "family": "Qwen3", "use_dora": True, "r": 80, "config": HEADS,
+    },
+    "magnitudes, multiplied, with biases": {
+        "family": "Granite", "use_dora": True,
+        "config": {"residual_multiplier": 0.22, "attention_bias": True, "mlp_bias": True},
+    },
+    "magnitudes, norms of inputs and outputs, about one, GELU, our own attention": {
+        "family": "Gemma3Text", "use_dora": True,
+        "config": {"pad_token_id": 0, "attention_bias": True} | HEADS,
+        "modules_to_save": ["post_feedforward_layernorm"],
+    },
+    "magnitudes, a gate beside each head, a part rotated": {
+        "family": "Qwen3_5Text", "use_dora": True,
+        "config": {"pad_token_id": 0, "layer_types": ["full_attention"],
+                   "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}} | HEADS,
+    },
+    "magnitudes, joined projections": PHI | {"use_dora": True},
     "joined projections, our own attention": PHI | {"config": PHI["config"] | HEADS},
 }  # fmt: skip
 
@@ -119,6 +146,7 @@ OPTIONS = {
     "biases and norms that are trained, multiplied",
     "norms of inputs and outputs, about one, GELU, our own attention",
     "joined projections",
+    "magnitudes, each its own rank, rsLoRA, biases everywhere",
 )
 @pytest.mark.parametrize("name", OPTIONS)
 def test_any_rank_scale_and_shape_of_a_layer(name, check):

@@ -25,12 +25,17 @@ def tensors_of(blocks):
     return tensors + [group.buffer.matrix for block in blocks for group in block.frame.groups]
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+DORA = {"use_dora": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "count"), [("Qwen2", {}, 15), ("Qwen3", {}, 15), ("Qwen2", DORA, 22)]
+)
 def test_a_second_backward_and_a_second_run_are_bitwise_equal_and_nothing_is_written(
-    family, device
+    family, lora, count, device
 ):
     """Check that inputs and saved tensors keep their values."""
-    _, inputs, grad = operands(device, FEW, family=family, **BF16)
+    _, inputs, grad = operands(device, FEW, family=family, **BF16, **lora)
     watched = [*leaves(inputs), grad, *tensors_of(inputs[-1])]
     with saved_tensors() as saved:
         output = DecoderLayer.apply(*inputs)
@@ -38,7 +43,7 @@ def test_a_second_backward_and_a_second_run_are_bitwise_equal_and_nothing_is_wri
     before = [t.detach().clone() for t in watched]
     first = torch.autograd.grad(output, leaves(inputs), grad, retain_graph=True)
     second = torch.autograd.grad(output, leaves(inputs), grad)
-    assert len(saved) >= 19 and len(first) == 15
+    assert len(saved) >= 19 and len(first) == count
     assert all(map(torch.equal, watched, before))
     again = DecoderLayer.apply(*inputs)
     others = torch.autograd.grad(again, leaves(inputs), grad)
@@ -144,9 +149,12 @@ def test_create_graph_is_an_error(device):
         torch.autograd.grad(output, inputs[0], grad, create_graph=True)
 
 
-def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
+@pytest.mark.parametrize(
+    ("lora", "copied"), [({}, [True, True, True, False]), (DORA, [False] * 4)], ids=("", "DoRA")
+)
+def test_without_its_output_a_layer_has_the_same_gradients(lora, copied, device, monkeypatch):
     """Run a layer as checkpointing recomputes it. It saves as many tensors of the same shapes, and
-    the norm copies the residual only for an output."""
+    the norm copies the residual only for an output, and for a matmul that adds to it."""
     copies, function = [], residual.rms_norm_forward
 
     def spy(x, weight, eps, y, copy, zero_centered):
@@ -154,7 +162,7 @@ def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
         return function(x, weight, eps, y, copy, zero_centered)
 
     monkeypatch.setattr(residual, "rms_norm_forward", spy)
-    _, inputs, grad = operands(device, FEW)
+    _, inputs, grad = operands(device, FEW, **lora)
     attention, mlp = inputs.pop()
     results, shapes = [], []
     for needed in (True, False):
@@ -165,23 +173,26 @@ def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
         shapes.append([(t.shape, t.dtype) for t in saved])
         assert bool(output.any()) == needed
     assert shapes[0] == shapes[1]
-    assert copies == [True, True, True, False]  # the residuals that o and down add to
+    assert copies == copied  # the residuals that o and down add to
     for pair in zip(*results, strict=True):
         assert_near(*pair, 1e-5)
 
 
-@pytest.mark.slow("Qwen2-0-0.0")
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.slow("Qwen2-0-0.0-False")
 @pytest.mark.parametrize(
-    ("family", "more"), [("Qwen2", 0), ("Qwen3", 104), ("Olmo2", 104 + 2 * 52)]
-)
-def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, device):
+    ("family", "more", "dropout", "dora"),
+    [("Qwen2", 0, 0.0, False), ("Qwen2", 0, 0.3, False), ("Qwen3", 104, 0.0, False),
+     ("Olmo2", 104 + 2 * 52, 0.3, False), ("Qwen2", 104 + 2 * 52, 0.0, True)],
+)  # fmt: skip
+def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, dora, device):
     """Count the bf16 elements per token: x, [n|zn], qkv, a, za, t, [m|zm], gu and zh, and two fp32
     rstd. With norms of q and k, raw qkv adds another copy. With norms of outputs, the outputs of o
     and down are saved too. Dropout adds one bit per element of each projection's input, in words of
-    32 tokens."""
+    32 tokens. Magnitudes add q, k, v and the outputs of o and down before a pass has scaled them,
+    and two fp32 for each output feature."""
     config = {"pad_token_id": 0}
-    _, inputs, _ = operands(device, family=family, config=config, **BF16, lora_dropout=dropout)
+    lora = {"lora_dropout": dropout, "use_dora": dora}
+    _, inputs, _ = operands(device, family=family, config=config, **BF16, **lora)
     known = [*leaves(inputs)[1:], *tensors_of(inputs[-1])]
     with saved_for_backward() as saved:
         output = DecoderLayer.apply(*inputs)
@@ -192,7 +203,7 @@ def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, devic
     elements = 52 + 128 + 104 + more + 52 + 8 + 52 + 128 + 278 + 8
     # on a GPU the backend may save the log-sum-exp, and pad heads of 26 to 32
     beyond = [4 * 2 * 2 * 9, 18 * 2 * 2 * 6] if device == "cuda" else []
-    bits = 4 * (6 * 52 + 139) if dropout else 0
+    bits = 4 * (6 * 52 + 139) if dropout else 2 * 4 * (104 + 52 + 278 + 52) if dora else 0
     total = sum(storage.nbytes() for storage in saved.values()) - 18 * (2 * elements + 8) - bits
     assert total in {0, sum(beyond), *beyond}
 
@@ -200,15 +211,19 @@ def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, devic
 # --- the record that backward reads ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Olmo2"])
-def test_a_layer_holds_no_tensor_that_autograd_does_not_know(family, device):
-    _, inputs, _ = operands(device, (1, 4), family=family, config={"pad_token_id": 0})
+@pytest.mark.parametrize(
+    ("family", "lora"), [("Qwen2", {}), ("Qwen3", {}), ("Olmo2", {}), ("Qwen2", DORA)]
+)
+def test_a_layer_holds_no_tensor_that_autograd_does_not_know(family, lora, device):
+    _, inputs, _ = operands(device, (1, 4), family=family, config={"pad_token_id": 0}, **lora)
     output = DecoderLayer.apply(*inputs)
     rest = output.grad_fn.without_tensors
     assert not any(isinstance(one, torch.Tensor) for one in rest.values)
     saved = join(rest, output.grad_fn.saved_tensors)
     assert isinstance(saved, Saved)
-    assert saved.hidden is inputs[0] and saved.adapters[1][2].B is inputs[-2]
+    assert saved.hidden is inputs[0] and any(saved.adapters[1][2].B is one for one in inputs)
+    groups = [group for block in saved.blocks for group in block.frame.groups]
+    assert not any(group.scale for group in groups)
 
 
 def test_a_record_comes_back_as_it_was():
@@ -238,8 +253,8 @@ def test_a_record_comes_back_as_it_was():
 
 
 NAMES = {
-    0: "hidden", 3: "q_A", 9: "o_A", 13: "v_bias", 19: "up_A", 27: "norm_after_mlp",
-    28: "attention", 29: "mlp",
+    0: "hidden", 3: "q_A", 9: "o_A", 13: "v_bias", 16: "k_magnitude", 23: "up_A",
+    34: "norm_after_mlp", 35: "attention", 36: "mlp",
 }  # fmt: skip
 ERRORS = [
     ({"hidden": narrow}, r"hidden is \[2, 9, 51\], should be \[batch, positions, 52\]"),
@@ -268,9 +283,10 @@ ERRORS = [
         },
         r"k_norm is \[52\], should be \[26\], or of all heads together \[52\] for q and \[26\]",
     ),
-    ({"q_A": None}, "24 trained tensors given, should be 25: A and B of each projection of"),
+    ({"q_A": None}, "31 trained tensors given, should be 32: A and B of each projection of"),
     ({"up_A": narrow}, r"inputs: A 1 is \[8, 51\] and B 1 \[139, 8\], should be \[r, 52\] and"),
     ({"v_bias": narrow}, r"AttentionBlock: inputs: bias 2 is \[25\], should be \[26\]"),
+    ({"k_magnitude": lambda _: torch.ones(3)}, r"magnitude 1 is \[3\], should be \[26\]"),
     ({"norm_after_mlp": lambda _: torch.ones(52)}, "norm_after is given, and the block has no"),
     ({"o_A": lambda t: torch.cat((t, t))}, r"output: A 0 is \[16, 52\].* of one r up to 8"),
 ]

@@ -29,6 +29,8 @@ MODELS = {
     "norms of outputs, trained, GELU": {
         "family": "Gemma3Text", "modules_to_save": ["post_feedforward_layernorm"],
     },
+    "magnitudes": {"use_dora": True},
+    "magnitudes in bf16, norms of outputs": BF16 | {"use_dora": True, "family": "Gemma3Text"},
     "gate and up without adapters": {"target_modules": ["q_proj", "down_proj"]},
     "4 bits": BF16 | {"change": quantised},
     "FP8": BF16 | {"fp8": True, "config": fp8_case.CONFIG},

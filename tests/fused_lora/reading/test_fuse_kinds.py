@@ -17,6 +17,7 @@ from cases.fused_case import (
     functions_of,
 )
 from cases.layer_case import layer_of, peft_model
+from cases.peft_models import MLP as MLP_LAYERS
 from cases.peft_models import set_weights
 from cases.reasons import readapt, replace_weight
 from peft import LoraConfig
@@ -48,14 +49,19 @@ def with_trained_norms(family, named="norm.weight", config=()):
 PLAIN = made()
 
 
+def add_variant(projection):
+    readapt(projection, init_lora_weights="mica")
+
+
 def add_dora(projection):
     readapt(projection, use_dora=True)
 
 
-def with_one(name, change=add_dora, make=PLAIN):
+def with_one(names, change=add_variant, make=PLAIN):
     def made_and_changed(device):
         model = make(device)
-        change(layer_of(model).get_submodule(name))
+        for name in names.split():
+            change(layer_of(model).get_submodule(name))
         return model
 
     return made_and_changed
@@ -95,25 +101,35 @@ KINDS = {
     ),
     "norms of heads, too": (with_trained_norms("Qwen3"), MLP | {"LoRA_QKV": 1, "LoRA_W": 1}),
     "norms in modules_to_save": (made(modules_to_save=NORMS), WHOLE),
-    "DoRA on up": (with_one("mlp.up_proj"), WHOLE | {"LoRA_W": 2}),
-    "DoRA on gate and up, joined": (
+    "DoRA": (made(use_dora=True), WHOLE),
+    "DoRA, joined projections": (phi(use_dora=True), WHOLE),
+    "DoRA on k, up and down, beside LoRA": (
+        with_one("self_attn.k_proj mlp.up_proj mlp.down_proj", add_dora), WHOLE
+    ),
+    "DoRA on o and gate, q without an adapter": (
+        with_one("self_attn.o_proj mlp.gate_proj", add_dora,
+                 made(OF_BASE, family="Llama", target_modules=["o_proj", "k_proj", *MLP_LAYERS])),
+        WHOLE,
+    ),
+    "a variant on up": (with_one("mlp.up_proj"), WHOLE | {"LoRA_W": 2}),
+    "a variant on gate and up, joined": (
         with_one("mlp.gate_up_proj", make=phi()), WHOLE | {"LoRA_W": 1}
     ),
-    "DoRA on down, beside joined ones with biases": (
+    "a variant on down, beside joined ones with biases": (
         with_one("mlp.down_proj", make=phi(lora_bias=True)), WHOLE | {"LoRA_W": 1}
     ),
-    "DoRA on k": (with_one("self_attn.k_proj"), MLP | {"LoRA_W": 3}),
-    "DoRA on k, normed heads": (
+    "a variant on k": (with_one("self_attn.k_proj"), MLP | {"LoRA_W": 3}),
+    "a variant on k, normed heads": (
         with_one("self_attn.k_proj", make=made(family="Qwen3")), MLP | {"LoRA_W": 3}
     ),
-    "DoRA on gate, up without an adapter": (
+    "a variant on gate, up without an adapter": (
         with_one("mlp.gate_proj", make=made(target_modules=["q_proj", "gate_proj", "down_proj"])),
         WHOLE | {"LoRA_W": 1},
     ),
-    "DoRA on q, k and v, joined": (
+    "a variant on q, k and v, joined": (
         with_one("self_attn.qkv_proj", make=phi()), MLP | {"LoRA_W": 1}
     ),
-    "DoRA on o": (with_one("self_attn.o_proj"), MLP | {"LoRA_QKV": 1}),
+    "a variant on o": (with_one("self_attn.o_proj"), MLP | {"LoRA_QKV": 1}),
     "a quantised v": (with_one("self_attn.v_proj", replace_weight), MLP | {"LoRA_W": 3}),
     "a quantised down, beside biases": (
         with_one("mlp.down_proj", replace_weight, made(lora_bias=True)), WHOLE | {"LoRA_W": 2}
@@ -121,7 +137,9 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow("DoRA on k", "lora_bias and bias all, multiplied")
+@pytest.mark.slow(
+    "a variant on k", "lora_bias and bias all, multiplied", "DoRA on k, up and down, beside LoRA"
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_no_more_is_lost_than_has_to_be_and_it_trains_as_plain_peft_does(name, device):
     make, wanted = KINDS[name]

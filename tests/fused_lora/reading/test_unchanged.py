@@ -107,6 +107,7 @@ KINDS = {
     "bf16": BF16,
     "normed heads": {"family": "Qwen3"},
     "dropout": {"lora_dropout": 0.25},
+    "magnitudes": {"use_dora": True},
     "trained biases": {"bias": "all"},
     "adapters' biases": {"lora_bias": True},
     "norms in modules_to_save": {"modules_to_save": ["input_layernorm"]},

@@ -65,6 +65,7 @@ FORMS = {
     ),
     "packed rows": ({}, {"config": {"head_dim": 32}}),
     "padded rows": ({}, {}),
+    "magnitudes": ({}, {"use_dora": True}),
 }  # fmt: skip
 # Inputs beside the tokens, [2, SHORT].
 INPUTS = {

@@ -108,6 +108,12 @@ CASES = {
     },
     "large B": {"scale": 30.0},
     "dropout": {"lora_dropout": 0.25},
+    "magnitudes": {"use_dora": True},
+    "magnitudes, a bias and a multiplier": {
+        "family": "Granite",
+        "use_dora": True,
+        "config": {"attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.5},
+    },
     "q and v alone": {"target_modules": ["q_proj", "v_proj"]},
 }
 
