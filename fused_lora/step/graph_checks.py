@@ -102,9 +102,9 @@ def check_optimizer(
         )
 
 
-def form_of(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...]:
+def form_of(inputs: dict[str, Any], nested: bool = False) -> tuple[tuple, ...]:
     """Return the form of a call's inputs. Calls of one form share a graph."""
-    form: list[Hashable] = []
+    form: list[tuple] = []
     for name, value in sorted(inputs.items()):
         if isinstance(value, Tensor) and not nested:
             form.append((name, value.shape, value.dtype))
