@@ -311,6 +311,7 @@ def test_the_report_says_where_the_base_lies(device):
     assert borders[0].ahead is borders[2].ahead is not borders[1].ahead
 
 
+@pytest.mark.slow
 def test_parts_that_would_need_4_bits_from_host_memory_are_left(device):
     model = peft_model(device, change=quantised, config={"num_hidden_layers": 1})
     wanted = gradients(copy.deepcopy(model), 0)
