@@ -106,7 +106,9 @@ SWITCHES = {
     "layer": Part(
         (LAYER,), NO_LAYER, "layers", LAYERS_RAN,
         kinds={
-            "adapter": ("_extend_rows", "_sum", "_border", "_fp8_borders", "_coded"),
+            "adapter": (
+                "_extend_rows", "_sum", "_border", "_fp8_borders", "_coded", "_magnitude", "_scale",
+            ),
             "norm": ("_qkv_norm_backward",),
             "activation": ("_guess", "_repair"),
             "copy": ("_fp8_rows",),

@@ -324,9 +324,10 @@ def test_parts_that_would_need_4_bits_from_host_memory_are_left(device):
         assert relative_error(gradient, wanted[name]) < 1e-5
 
 
-def test_fp8_is_refused_in_words():
+def test_fp8_is_refused_in_words(device):
     model = peft_model("cpu")
     host_base(model, 0)
+    model.to(device)
     with pytest.raises(ValueError, match="is in host memory: leave fp8 out, or host_base"):
         fuse(model, Fusion(layer=True, fp8=True))
 

@@ -327,7 +327,7 @@ ERRORS_OF_BIASES = [
     (QKV, {"k_bias": short}, r"k_bias is \[22\], should be \[23\]"),
     (QKV, {"k_bias": None}, "2 biases given, should be none or those of all 3 layers, None for"),
     (ATTENTION, {"o_bias": short}, r"output: bias 0 is \[43\], should be \[44\]"),
-    (ATTENTION, {"o_bias": None}, "13 trained tensors given, should be 14: A and B of each proj"),
+    (ATTENTION, {"o_bias": None}, "16 trained tensors given, should be 18: A and B of each proj"),
     (MLP, {"down_bias": short}, r"down_bias is \[51\], should be \[52\]"),
     (MLP, {"up_bias": None}, "2 biases given, should be none or those of gate, up and down, None"),
 ]
