@@ -50,8 +50,9 @@ class GraphedModule:
     Args:
         module: on one CUDA device. It takes tensors and constants, and returns a dataclass with
             `last_hidden_state` [batch, positions, hidden] as its only tensor.
-        forget: called before a backward is captured. Whatever a forward leaves in memory that other
-            forwards write as well, that backward must write again.
+        forget: called before a backward is captured, and after a replay that may come between an
+            eager forward and its backward. Whatever a forward leaves in memory that other forwards
+            write as well, that backward must write again.
         max_graphs: how many forms with gradients may be captured, and how many without.
     """
 
@@ -74,6 +75,7 @@ class GraphedModule:
         self._forms: dict[Hashable, _Form] = {}
         self._replays.reset()
         self._padding = PaddingSeen()
+        self._has_left = False  # an eager forward, what its backward may take from memory
 
     @property
     def captured(self) -> int:
@@ -96,6 +98,7 @@ class GraphedModule:
     def _eager(self, **inputs: Any) -> Any:
         """Call the module's own forward. A reference pass keeps nothing for a backward, so whole
         MLPs would be most of its memory."""
+        self._has_left |= torch.is_grad_enabled()
         with nullcontext() if torch.is_grad_enabled() else in_tiles(TILE_ROWS_IN_GRAPHS):
             return self._own(**inputs)
 
@@ -134,6 +137,9 @@ class GraphedModule:
                 self._say(f"a forward cannot be captured: {type(error).__name__}: {reason}")
                 return self._eager(**inputs)
         hidden = self._replays.run(form.captured, inputs)
+        if self._has_left:
+            self.forget()
+            self._has_left = False
         return form.captured.output_class(**{HIDDEN: hidden})
 
     def _form_of(self, inputs: dict[str, Any], parameters: list[nn.Parameter]) -> "_Form | None":

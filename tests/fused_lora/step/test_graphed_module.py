@@ -155,6 +155,25 @@ def test_packed_rows_of_another_length_are_captured_at_their_next_call(rows, dev
     assert calls == ([1, 2, 0] if rows == "packed" else [2, 2, 2])
 
 
+def test_an_eager_backward_does_not_trust_memory_that_a_replay_has_written(device, monkeypatch):
+    """As where a policy cannot be captured, and its reference pass can."""
+    graphed, _ = pair(device, monkeypatch)
+    forgotten, waiting = [], False
+    graphed.forget = lambda: forgotten.append(waiting)
+    next(one for one in graphed.module.parameters() if one.requires_grad).register_hook(
+        lambda gradient: None
+    )
+    with warnings.catch_warnings(action="ignore"), graphed.in_place():
+        for seed in range(CALLS):
+            hidden = graphed.module(**batch(seed, device)).last_hidden_state
+            waiting = True
+            with torch.no_grad():
+                graphed.module(**batch(seed, device))
+            waiting = False
+            hidden.sum().backward()
+    assert graphed.captured == 1 and forgotten == [True] * (CALLS - EAGER_CALLS)
+
+
 @pytest.mark.parametrize("lengths", [(7, 5), (5, 7)])
 def test_graphs_of_several_lengths_share_memory(lengths, device, monkeypatch):
     """The longest first has them all share one; a longer one takes new memory. Gradients are freed
