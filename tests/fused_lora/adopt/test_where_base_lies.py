@@ -59,6 +59,10 @@ FIVE = {"num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 128, "he
 DELTA = QWEN_3_5 | {
     "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }  # fmt: skip
+MIXTURE = {
+    "hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 64, "num_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
 def layers_in_4_bits(base):
@@ -84,6 +88,8 @@ SHARDED = {
     "o and down alike": (2, EVERYTHING, {"config": MORE | {"intermediate_size": 52}}),
     "some layers in 4 bits": (1, EVERYTHING, {"config": FIVE, "change": layers_in_4_bits}),
     "gated delta nets": (1, EVERYTHING, {"family": "Qwen3_5Text", "config": DELTA}),
+    "experts that stay": (2, EVERYTHING, {"family": "Qwen3Moe", "config": MIXTURE,
+                          "target_modules": ["q_proj", "o_proj"]}),
     "four ranks": (4, EVERYTHING, {"config": EVEN | {"head_dim": 28}}),
 }  # fmt: skip
 ON_HOST = {f"{how}, host": (0, *row[1:]) for how, row in SHARDED.items() if row[0] < 4} | {
@@ -140,7 +146,7 @@ def trained(rank, device, how):
 
 @pytest.mark.slow(
     "the last layers", "attention alone", "four ranks", "four layers", "joined projections",
-    "some layers in 4 bits", "dropout", *ON_HOST_QUICKLY,
+    "some layers in 4 bits", "dropout", "experts that stay", *ON_HOST_QUICKLY,
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*has hooks")
 @pytest.mark.parametrize("how", MODELS)
