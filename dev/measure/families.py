@@ -108,8 +108,15 @@ def family_model(run: str, checkpoint: Path, asked: argparse.Namespace) -> Any:
 
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.bfloat16 if ON_GPU else torch.float32,
-            device_map={"": 0} if ON_GPU else None, attn_implementation=asked.attention,
+            device_map={"": 0} if ON_GPU and not asked.quantize else None,
+            attn_implementation=asked.attention,
         )  # fmt: skip
+        if asked.quantize:
+            from fused_lora import quantize_experts
+
+            device = "cuda" if ON_GPU else "cpu"
+            quantize_experts(model, asked.quantize, device=device)
+            model.to(device)
         model = get_peft_model(model, lora_config(asked.experts))
     model.config.use_cache = False
     torch.manual_seed(0)
@@ -211,6 +218,8 @@ def main(argv: list[str] | None = None) -> int:
                         help="change a value, in JSON; may be given again")  # fmt: skip
     parser.add_argument("--experts", action="store_true",
                         help="adapt experts that all-linear leaves out")  # fmt: skip
+    parser.add_argument("--quantize", choices=("nf4", "fp4", "mxfp4"),
+                        help="keep experts in 4 bits, of plain PEFT and fused")  # fmt: skip
     parser.add_argument("--attention", choices=("eager", "sdpa"),
                         help="of plain PEFT and fused (default: transformers chooses)")  # fmt: skip
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="(default: all)")
@@ -218,6 +227,8 @@ def main(argv: list[str] | None = None) -> int:
                         help="folder for the weights (default: .cache)")  # fmt: skip
     add_sizes(parser, SIZES)
     asked = parser.parse_args(argv)
+    if asked.quantize and UNSLOTH in asked.runs:
+        parser.error(f"--quantize: {UNSLOTH} has other codes: leave it out of --runs")
     try:
         sources = {family: write_config(asked, family) for family in asked.families}
         draw_weights(sources.values())
