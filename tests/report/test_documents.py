@@ -178,8 +178,9 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
         r"it reserves ([\d.]+) GiB, ours ([\d.]+)\.": [
             memory_record(rf"^SFT 8 x 1024 +{run} ([\d.]+)") for run in ("Unsloth", "graphs")
         ],
-        r"trains ([\d,]+) tokens \[in (\d+) GiB\]": (
+        r"trains ([\d,]+) tokens \[in (\d+) GiB\].* with Unsloth ([\d,]+) \|": (
             memory_record(r"fused \| 24 \| ([\d,]+) \| trained"), 24,
+            memory_record(r"unsloth \| 24 \| ([\d,]+) \| trained"),
         ),
         r"fused is ([\d.]+)× faster at 512 tokens, and ([\d.]+)× at 64": (
             speedup[everything, 512], speedup[everything, 64],
