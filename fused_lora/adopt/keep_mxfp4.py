@@ -8,6 +8,7 @@ of other libraries. Its own loader moves and places the codes, and none is ever 
 import copy
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -65,13 +66,22 @@ class _Config(Mxfp4Config):
 class _Quantizer(Mxfp4HfQuantizer):
     def get_weight_conversions(self) -> list[WeightConverter]:
         return [
-            WeightConverter([f"{name}_blocks", f"{name}_scales"], f"{name}$", [_Keep()])
+            WeightConverter([f"{name}_blocks", f"{name}_scales"], name, [_Keep()])
             for name in PARAMETERS
         ]
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         is_kept = param.ndim == 3 and param_name.endswith(PARAMETERS)
         return BYTES if is_kept else super().param_element_size(model, param_name, param)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(one, ExpertWeight) for one in model.parameters()):
+            raise RuntimeError(
+                f"keep_mxfp4: transformers {transformers.__version__} found no experts in MXFP4 in "
+                "the checkpoint: load it with Mxfp4Config(dequantize=True), then call "
+                "quantize_experts"
+            )
+        return super()._process_model_after_weight_loading(model, **kwargs)
 
 
 class _Keep(ConversionOps):

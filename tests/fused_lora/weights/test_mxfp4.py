@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 from fused_lora import fuse, keep_mxfp4
+from fused_lora.adopt import keep_mxfp4 as loading
 from fused_lora.kernels.packed_4bit import dequantized
 from fused_lora.weights.mxfp4 import MAGNITUDES, encoded_in_mxfp4, packed_in_mxfp4
 
@@ -111,3 +112,10 @@ def test_other_checkpoints_are_refused():
     for given in ({}, {"quantization_config": {"quant_method": "fp8"}}):
         with pytest.raises(ValueError, match="then call quantize_experts"):
             keep_mxfp4(AutoConfig.for_model("gpt_oss", **given))
+
+
+def test_experts_that_are_not_found_are_an_error_and_not_random(checkpoint, device, monkeypatch):
+    """transformers itself warns, and draws them."""
+    monkeypatch.setattr(loading._Quantizer, "get_weight_conversions", lambda self: [])
+    with pytest.raises(RuntimeError, match="found no experts in MXFP4 in the checkpoint: load it"):
+        load(checkpoint, device, config=keep_mxfp4(AutoConfig.from_pretrained(checkpoint)))
