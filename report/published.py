@@ -1,6 +1,6 @@
 """Tables of others' published speeds and of ours in the same settings (`bench/published.py`), in
-Markdown. They come from other machines, so each number has a row of its own. Unsloth's stand there
-only with the newest release that any of our runs had."""
+Markdown. They come from other machines, so each number has its own row. Unsloth has rows only
+from runs with the newest release that any of ours had."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from ..weights.sourced_weight import Params4bit, SourcedWeight
 from .report import NO_ADAPTERS
 
 Bases = dict[str, nn.Linear]  # by name
-# Of the GPU memory that is left beside the rest of the model, for activations.
+# The share of free GPU memory that layers may take. The rest is for activations.
 FREE_SHARE = 0.5
 # An adapter's gradient and AdamW's two moments, in its own dtype.
 TRAINED_COPIES = 3
@@ -201,8 +201,8 @@ def _device_of(weight: Tensor) -> torch.device:
 
 
 def _all_but(count: int, layers: list[Bases]) -> list[Bases]:
-    """Return all but so many of these layers. Those that stay lie evenly between the others, which
-    gives each copy the time of several layers, and the last one stays first."""
+    """Return all layers but `count` that stay. Those lie evenly between the others, which gives
+    each copy the time of several layers. The first one to stay is the last."""
     total = len(layers)
     return [
         bases for i, bases in enumerate(layers) if i * count // total == (i + 1) * count // total

@@ -175,9 +175,9 @@ class Dequantize4bit:
     known key. The first call with a key copies a table to the GPU. The tables that a CUDA graph
     uses live as long as this object.
 
-    ends: [experts] int32, or None. Each weight is that of so many experts, [experts out, in], and
-    an expert's tokens end there. Rows of experts without tokens are left as they are, unless they
-    share a tile of 4,096 values with others.
+    ends: [experts] int32, or None. Each weight holds all experts, [experts out, in], and `ends`
+    says where each expert's tokens end. Rows of experts without tokens are left as they are, unless
+    they share a tile of 4,096 values with others.
 
     Autograd does not see the rows change.
 

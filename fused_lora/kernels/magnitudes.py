@@ -29,10 +29,10 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2
 from .rows import block_of
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 
-# Of a weight; with fewer rows, as there would be too few programs. Not measured.
+# For `magnitude_factors`. Weights with few rows get smaller tiles, for more programs. Not measured.
 NORM_TILING = Tiling(rows=64, columns=128, splits=1, warps=8, stages=4)
 MAX_COLUMNS = 1024  # of a program of `scale_columns`
-# Of a program of `scale_columns_backward`, and of the second stage of its sums.
+# For `scale_columns_backward`: one program's tile, and the columns that its second stage sums.
 BACKWARD_ROWS, BACKWARD_COLUMNS, SUM_COLUMNS = 16, 128, 128
 MAX_RANGES = 128  # of rows: more than fill a GPU of 132 multiprocessors at 2,048 columns
 
