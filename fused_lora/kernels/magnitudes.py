@@ -29,7 +29,7 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2
 from .rows import block_of
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 
-# For `magnitude_factors`. Weights with few rows get smaller tiles, for more programs. Not measured.
+# For `magnitude_factors`, with fewer rows where there would be too few programs. Not measured.
 NORM_TILING = Tiling(rows=64, columns=128, splits=1, warps=8, stages=4)
 MAX_COLUMNS = 1024  # of a program of `scale_columns`
 # For `scale_columns_backward`: one program's tile, and the columns that its second stage sums.
