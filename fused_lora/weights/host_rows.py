@@ -4,8 +4,9 @@
 
 Rows lie as far apart as in the bordered matrix, so a weight is one run of bytes on both sides. In
 4 bits we copy bitsandbytes' codes. Copies run on a side stream, from pinned memory, whose addresses
-stay the same, so CUDA graphs hold them. The memory is cut from slabs (`step/host_memory.py`). A weight moves there when its layer is first put into buffers, one at a
-time: until then it lies where the model was loaded, which may be a file mapped into memory.
+stay the same, so CUDA graphs hold them. The memory is cut from slabs (`step/host_memory.py`). A
+weight moves there when its layer is first put into buffers, one at a time: until then it lies where
+the model was loaded, which may be a file mapped into memory.
 """
 
 import copy
