@@ -90,6 +90,7 @@ def first_layers(config: Any, layers: int) -> dict[str, Any]:
 
 def family_model(run: str, checkpoint: Path, asked: argparse.Namespace) -> Any:
     """Return the model with new adapters, in training mode."""
+    model: Any
     if run == UNSLOTH:
         from unsloth import FastLanguageModel
 
