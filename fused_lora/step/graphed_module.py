@@ -33,6 +33,12 @@ from .settings import ModuleSettings
 
 HIDDEN = "last_hidden_state"
 CACHES = ("past_key_values", "cache")  # as transformers up to 5.23 names it, and from 5.24 on
+# what has a decoder return no more than hidden states, for what it returned
+INSTEAD = {
+    CACHES: "set model.config.use_cache = False",
+    ("router_logits",): "set router_aux_loss_coef=0.0 in TRL's config, or "
+    "model.config.output_router_logits = False",
+}
 ADDED_AT_ONCE = 64  # gradients: few launches, and those of a few layers in memory
 
 
@@ -210,6 +216,7 @@ class GraphedModule:
             # backward may recompute layers
             with form.without_mask.kept(), new_leaves(self.module, trained) as leaves:
                 replay_forward, (output, crossing) = cuda.capture(lambda: self._forward(buffers))
+                check_output(output)
                 replay_backward: Callable[[], None] | None = None
                 received: list[Tensor] = []
                 if trained:
@@ -225,8 +232,9 @@ class GraphedModule:
             addresses_of(parameters), policies_in(self.module),
         )  # fmt: skip
 
-    def _forward(self, buffers: dict[str, Any]) -> tuple[Any, Tensor]:
-        """Return the output, and the memory into which its hidden states are copied."""
+    def _forward(self, buffers: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the output, and the memory into which its hidden states are copied, if it has any.
+        """
         device_type = self._settings.parameters()[0].device.type
         dtype = _autocast_on(device_type)
         # the autocast that is on, without the casts that it may have made outside a graph
@@ -234,18 +242,10 @@ class GraphedModule:
             output = self._eager(**buffers)
         for policy in policies_in(self.module):
             policy.offload.finish()
-        others = [
-            field.name
-            for field in (fields(output) if is_dataclass(output) else ())
-            if field.name != HIDDEN and getattr(output, field.name) is not None
-        ]
-        if others or not isinstance(getattr(output, HIDDEN, None), Tensor):
-            has_cache = any(name in others for name in CACHES)
-            to_do = ": set model.config.use_cache = False" if has_cache else ""
-            given = ", ".join(others) or type(output).__name__
-            raise ValueError(f"it returns {given} beside hidden states{to_do}")
-        hidden = getattr(output, HIDDEN).detach()
-        return output, self._replays.crossing.like(hidden).copy_(hidden)
+        hidden = getattr(output, HIDDEN, None)
+        if not isinstance(hidden, Tensor):
+            return output, None
+        return output, self._replays.crossing.like(hidden).copy_(hidden.detach())
 
     def _backward(
         self, hidden: Tensor, gradient: Tensor, trained: Sequence[Tensor], leaves: list[Tensor]
@@ -319,6 +319,19 @@ def new_leaves(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[list
     finally:
         for owned, name, one in replaced:
             owned[name] = one
+
+
+def check_output(output: Any) -> None:
+    """Raise ValueError if a graph's replay would not return all that this forward's output has."""
+    others = [
+        field.name
+        for field in (fields(output) if is_dataclass(output) else ())
+        if field.name != HIDDEN and getattr(output, field.name) is not None
+    ]
+    if others or not isinstance(getattr(output, HIDDEN, None), Tensor):
+        to_do = [do for names, do in INSTEAD.items() if not {*names}.isdisjoint(others)]
+        given = ", ".join(others) or type(output).__name__
+        raise ValueError(": ".join([f"it returns {given} beside hidden states", *to_do]))
 
 
 def is_graphed(module: nn.Module) -> bool:

@@ -383,6 +383,8 @@ def test_a_fused_model_in_graphed_steps(kind, bf16, checkpoint, weights, tmp_pat
     }.get(weights, {})  # fmt: skip
     plain = layer_case.peft_model(device, **{"dtype": dtype} | change)
     options = KEPT["accumulation, evaluation"] | {"bf16": bf16, "learning_rate": 2**-12}
+    if weights == "experts":  # a graph does not return what the routers' loss takes
+        options["router_aux_loss_coef"] = 0.0
     fusion = Fusion(
         layer=weights != "experts", mlp=weights == "experts", rms_norm=True, checkpoint=checkpoint,
         fp8=weights == "FP8",
