@@ -84,9 +84,6 @@ class Rescaled(NamedTuple):
     rank: int
 
 
-_NONE = Rescaled(None, 0, 0, 0, 0)  # type: ignore[arg-type]
-
-
 @triton.jit
 def _magnitude_factors_kernel(
     W_ptr,  # [rows, columns]
@@ -177,15 +174,16 @@ def magnitude_factors(
     kernel = _magnitude_factors_kernel
     for first in range(0, len(projections), TOGETHER):
         some = projections[first : first + TOGETHER]
-        outputs, rank = (max(one[place] for one in some) for place in (2, 4))
+        outputs, rank = max(one.outputs for one in some), max(one.rank for one in some)
         if outputs == 0:
             continue
         block_rank = min(max(next_power_of_2(rank), 16), MAX_BLOCK_RANK)
         tiling = FEW_ROWS if outputs < LEAST_OF_MANY else MANY_ROWS
         elements = (tiling.rows + block_rank) * tiling.columns
         arguments: list[Any] = []  # one by one: `launch` remembers no tuples
-        for magnitude, *places in (*some, _NONE, _NONE)[:TOGETHER]:
-            arguments += magnitude if magnitude is None else magnitude.contiguous(), *places
+        for magnitude, *places in some:
+            arguments += magnitude.contiguous(), *places
+        arguments += [None, 0, 0, 0, 0] * (TOGETHER - len(some))
         launch(
             kernel, (cdiv(outputs, tiling.rows), len(some)),
             W, A, sB, row_scales, factor, inverse_norm, *arguments,
