@@ -21,7 +21,9 @@ are recomputed. With magnitudes (DoRA) it saves q, k and v once more before a pa
 and what o gives.
 
 Under checkpointing, if there is somewhere to keep them, a recompute keeps a, za and the sum. These
-are 8.2 kB a token, and save recomputing attention, the matmul with o and the sum.
+are 8.2 kB a token, and save recomputing attention, the matmul with o and the sum. With a magnitude
+of o it keeps a, and its matmul runs again, 1.4% of a step: what it gives would be 4.1 kB more, and
+copies to the host would take longer than the forward.
 """
 
 from typing import NamedTuple
@@ -49,6 +51,14 @@ from .block import (
 )
 from .buffer import Dropout, Incoming
 from .operands import Dropouts, Frame
+
+
+class Read(NamedTuple):
+    """Attention."""
+
+    a: Tensor  # [T, in of o]
+    saved: AttentionSaved
+    before_gate: Tensor | None  # what o reads before its gate, if it has one
 
 
 class Attended(NamedTuple):
@@ -141,7 +151,8 @@ class AttentionBlock(NamedTuple):
         """Return total, in output if that is given, and what backward needs."""
         frame, inputs = self.frame, self.frame.inputs
         is_last = output is not None  # a function's own output is not kept
-        is_kept = has_kept() and not is_last
+        keeps_sum = not is_last and frame.output.scale is None
+        is_kept = has_kept() and keeps_sum
         if not is_last and not is_kept:
             output = torch.empty_like(x)
         # the norm also writes the copy of x that o adds to; a recompute may have kept the sum
@@ -163,7 +174,7 @@ class AttentionBlock(NamedTuple):
         def attend() -> Attended:
             return self._attend(x, raw, qkv, output, dropouts.output)
 
-        attended = attend() if is_last else once_as_record(attend)
+        attended = once_as_record(attend) if keeps_sum else attend()
         entered = Entered(n, rstd, unscaled=unscaled)
         return attended.total, SavedAttention(
             entered, raw, qkv, attended.left, attended.saved, attended.before_gate
@@ -198,13 +209,16 @@ class AttentionBlock(NamedTuple):
         attention = Attention(
             self.positions, self.heads, self.kv_heads, self.scaling, self.interleaved, self.window
         )
-        before_gate = None
-        if self.has_gate:
+
+        def read() -> Read:
+            if not self.has_gate:
+                return Read(*attention_forward(qkv, self.mask, attention, out, self.sinks), None)
             assert raw is not None
             before_gate, saved = attention_forward(qkv, self.mask, attention)
-            a = gate_forward(before_gate, raw, before_gate.shape[1] // self.heads, out)
-        else:
-            a, saved = attention_forward(qkv, self.mask, attention, out, self.sinks)
+            heads = before_gate.shape[1] // self.heads
+            return Read(gate_forward(before_gate, raw, heads, out), saved, before_gate)
+
+        a, saved, before_gate = read() if self.frame.output.scale is None else once_as_record(read)
         left = add_output(self.frame, x, a, extended, total, dropout)
         return Attended(left, total, saved, before_gate)
 
