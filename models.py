@@ -149,8 +149,7 @@ def set_adapters(model: torch.nn.Module, seed: int) -> None:
     """Give every adapter weights that depend only on its name and `seed`.
 
     A is uniform with PEFT's own bound, 1 / sqrt(in). B is normal with deviation 0.02. PEFT's B = 0
-    would make every dA zero and hide a wrong one. Magnitudes are what PEFT made of the weights, each
-    2% away from it.
+    would make every dA zero and hide a wrong one. Magnitudes are PEFT's, moved by 2%.
     """
     with torch.no_grad():
         for name, parameter in _adapters(model):
