@@ -244,7 +244,8 @@ class BlockBackward:
         if unscaled is None or group.scale is None:
             return ()
         grad, grad_u = grad[:, : group.out], rows[:, : group.out]
-        factor, dropped = group.scale.factor, ()
+        factor = group.scale.factor
+        dropped: Sequence[Tensor] = ()
         if dropout is not None:
             dropped = group.by_projection((grad * (multiplier * (factor - 1.0))).to(rows.dtype))
         sums = scale_columns_backward(grad, unscaled, factor, grad_u, multiplier)

@@ -148,6 +148,9 @@ OPTIONS = {  # of one layer of a model, with more tokens than a word has bits
     },
     "norms on both sides, GELU": {"family": "Gemma3Text", "config": {"pad_token_id": 0}},
     "joined projections": PHI,
+    "DoRA, a multiplier": {
+        "family": "Granite", "config": {"residual_multiplier": 0.5}, "use_dora": True
+    },
     "DoRA in bf16": BF16 | {"use_dora": True},
     "DoRA on q and down alone": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
     "DoRA, norms on both sides, GELU": {
@@ -192,12 +195,16 @@ def test_what_runs_again_drops_the_same_beside_dropout_of_pefts_own(fusion, poli
 
 
 @pytest.mark.slow("parts")
-@pytest.mark.parametrize("name", ["parts", "layer"])
+@pytest.mark.parametrize("name", ["parts", "layer", "DoRA"])
 def test_evaluation_is_exact(name, device):
-    model, without = (model_with(FUSIONS[name][0], device, p, config=ONE_LAYER) for p in (0.3, 0.0))
+    options = {"config": ONE_LAYER, "use_dora": name == "DoRA"}
+    model, without = (model_with(FUSIONS[name][0], device, p, **options) for p in (0.3, 0.0))
     inputs = batch(model)
     assert not torch.equal(model(**inputs).loss, without(**inputs).loss)
     model.eval(), without.eval()
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):  # DoRA asks the projection, LoRA its dropout
+            module.lora_dropout.train(name == "DoRA")
     assert torch.equal(model(**inputs).loss, without(**inputs).loss)
     model.train()
     # with one projection in evaluation mode, the others still drop
