@@ -95,8 +95,9 @@ def family_model(run: str, checkpoint: Path, asked: argparse.Namespace) -> Any:
         from unsloth import FastLanguageModel
 
         model, _ = FastLanguageModel.from_pretrained(
-            str(checkpoint), max_seq_length=asked.tokens, dtype=torch.bfloat16, load_in_4bit=False,
-            local_files_only=True, use_exact_model_name=True, use_gradient_checkpointing=False,
+            str(checkpoint), max_seq_length=asked.tokens, dtype=torch.bfloat16,
+            load_in_4bit=bool(asked.quantize), local_files_only=True, use_exact_model_name=True,
+            use_gradient_checkpointing=False,
         )  # fmt: skip
         model = FastLanguageModel.get_peft_model(
             model, r=RANK, lora_alpha=ALPHA, max_seq_length=asked.tokens,
@@ -220,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--experts", action="store_true",
                         help="adapt experts that all-linear leaves out")  # fmt: skip
     parser.add_argument("--quantize", choices=("nf4", "fp4", "mxfp4"),
-                        help="keep experts in 4 bits, of plain PEFT and fused")  # fmt: skip
+                        help="keep experts in 4 bits; Unsloth then has attention in NF4, too")  # fmt: skip
     parser.add_argument("--attention", choices=("eager", "sdpa"),
                         help="of plain PEFT and fused (default: transformers chooses)")  # fmt: skip
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="(default: all)")
@@ -228,8 +229,10 @@ def main(argv: list[str] | None = None) -> int:
                         help="folder for the weights (default: .cache)")  # fmt: skip
     add_sizes(parser, SIZES)
     asked = parser.parse_args(argv)
-    if asked.quantize and UNSLOTH in asked.runs:
-        parser.error(f"--quantize: {UNSLOTH} has other codes: leave it out of --runs")
+    if asked.quantize in ("fp4", "mxfp4") and UNSLOTH in asked.runs:
+        parser.error(
+            f"--quantize {asked.quantize}: {UNSLOTH} has nf4 alone: leave it out of --runs"
+        )
     try:
         sources = {family: write_config(asked, family) for family in asked.families}
         draw_weights(sources.values())

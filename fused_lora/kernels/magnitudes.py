@@ -18,7 +18,8 @@ u in bf16 would round to itself. Arithmetic is fp32 and rounds once, at the stor
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -29,12 +30,18 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2
 from .rows import block_of
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 
-# For `magnitude_factors`, with fewer rows where there would be too few programs. Not measured.
-NORM_TILING = Tiling(rows=64, columns=128, splits=1, warps=8, stages=4)
+# For `magnitude_factors`, of few and of many rows of W: of 72 tilings of each, on an H200, the best
+# at [2048, 2048], [2048, 11008] and [256, 2048] (6.0, 18.8 and 3 µs), and at [11008, 2048] (14.4).
+FEW_ROWS = Tiling(rows=16, columns=256, splits=1, warps=8, stages=4)
+MANY_ROWS = Tiling(rows=64, columns=128, splits=1, warps=4, stages=4)
+LEAST_OF_MANY = 8192
+TOGETHER = 3  # projections that a launch takes
 MAX_COLUMNS = 1024  # of a program of `scale_columns`
-# For `scale_columns_backward`: one program's tile, and the columns that its second stage sums.
-BACKWARD_ROWS, BACKWARD_COLUMNS, SUM_COLUMNS = 16, 128, 128
-MAX_RANGES = 128  # of rows: more than fill a GPU of 132 multiprocessors at 2,048 columns
+# For `scale_columns_backward`: one program's tile, and the least rows of a range. With 128 columns
+# and ranges of 16 rows it took 17 µs for 7.5 at 2,048 rows, and at 16,384 94 for 79.
+BACKWARD_ROWS, BACKWARD_COLUMNS, RANGE_ROWS = 16, 512, 64
+MAX_RANGES = 128
+SUM_COLUMNS = 128  # that a program of `sum_magnitudes` sums
 
 
 class Factors(NamedTuple):
@@ -67,31 +74,60 @@ def rescale(u, factor_ptr, bias_ptr, column, mask):
     return u
 
 
+class Rescaled(NamedTuple):
+    """A projection with magnitudes, and where it lies in a buffer."""
+
+    magnitude: Tensor  # [outputs]
+    row: int  # its first of W
+    outputs: int
+    border: int  # the first row of its adapter's in A
+    rank: int
+
+
 @triton.jit
 def _magnitude_factors_kernel(
     W_ptr,  # [rows, columns]
-    A_ptr,  # [rank, columns]
-    sB_ptr,  # [rows, rank]
-    magnitude_ptr,  # [rows]
+    A_ptr,  # [rank of all, columns]
+    sB_ptr,  # [rows, rank of all]
     row_scales_ptr,  # [rows], what W's rows are multiplied by, or None
     factor_ptr,  # [rows] fp32, written
     inverse_norm_ptr,  # likewise
+    magnitude_0_ptr,  # of a projection, or None; with its rows of W and of A, as `Rescaled`
+    row_0,
+    outputs_0,
+    border_0,
+    rank_0,
+    magnitude_1_ptr,  # likewise
+    row_1,
+    outputs_1,
+    border_1,
+    rank_1,
+    magnitude_2_ptr,  # likewise
+    row_2,
+    outputs_2,
+    border_2,
+    rank_2,
     W_row_stride,
     A_row_stride,
     sB_row_stride,
-    rows,
     columns,
-    rank,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCKS: tl.constexpr,  # of the rank; unrolled, as Triton pipelines the innermost loop alone
+    STAGES: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    is_row = row < rows
+    which = tl.program_id(1)
+    outputs = tl.where(which == 0, outputs_0, tl.where(which == 1, outputs_1, outputs_2))
+    border = tl.where(which == 0, border_0, tl.where(which == 1, border_1, border_2))
+    rank = tl.where(which == 0, rank_0, tl.where(which == 1, rank_1, rank_2))
+    row = tl.where(which == 0, row_0, tl.where(which == 1, row_1, row_2)).to(tl.int64)
+    place = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_row, row = place < outputs, row + place
     squares = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    for start in range(0, columns, BLOCK_COLUMNS):
+    end = tl.where(tl.program_id(0) * BLOCK_ROWS < outputs, columns, 0)
+    for start in tl.range(0, end, BLOCK_COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK_COLUMNS)[None, :]
         mask = is_row[:, None] & (column < columns)
         W_tile = W_ptr + row[:, None] * W_row_stride + column
@@ -100,51 +136,61 @@ def _magnitude_factors_kernel(
             total *= tl.load(row_scales_ptr + row, mask=is_row, other=0.0)[:, None]
         for block in tl.static_range(BLOCKS):
             k = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+            is_k, k = k < rank, (border + k).to(tl.int64)
             sB_tile = sB_ptr + row[:, None] * sB_row_stride + k[None, :]
-            sB = tl.load(sB_tile, mask=is_row[:, None] & (k < rank)[None, :], other=0.0)
-            A_tile = A_ptr + k.to(tl.int64)[:, None] * A_row_stride + column
-            A = tl.load(A_tile, mask=(k < rank)[:, None] & (column < columns), other=0.0)
+            sB = tl.load(sB_tile, mask=is_row[:, None] & is_k[None, :], other=0.0)
+            A_tile = A_ptr + k[:, None] * A_row_stride + column
+            A = tl.load(A_tile, mask=is_k[:, None] & (column < columns), other=0.0)
             if IN_FP32:
                 sB, A = sB.to(tl.float32), A.to(tl.float32)
             total = tl.dot(sB, A, total, input_precision="ieee")
         squares += total * total
     norm = tl.sqrt_rn(tl.where(is_row, tl.sum(squares, axis=1), 1.0))
-    magnitude = tl.load(magnitude_ptr + row, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(factor_ptr + row, tl.div_rn(magnitude, norm), mask=is_row)
     tl.store(inverse_norm_ptr + row, tl.div_rn(1.0, norm), mask=is_row)
+    magnitudes = magnitude_0_ptr, magnitude_1_ptr, magnitude_2_ptr
+    for i in tl.static_range(3):
+        if magnitudes[i] is not None and which == i:
+            m = tl.load(magnitudes[i] + place, mask=is_row, other=0.0).to(tl.float32)
+            tl.store(factor_ptr + row, tl.div_rn(m, norm), mask=is_row)
 
 
 def magnitude_factors(
-    W: Tensor, A: Tensor, sB: Tensor, magnitude: Tensor, row_scales: Tensor | None, factor: Tensor,
-    inverse_norm: Tensor,
+    W: Tensor, A: Tensor, sB: Tensor, row_scales: Tensor | None, projections: Sequence[Rescaled],
+    factor: Tensor, inverse_norm: Tensor,
 ) -> None:  # fmt: skip
-    """Write the factors c of a projection, and 1 / norm, each [out] in fp32.
+    """Write the factors c of projections, and 1 / norm, each [out] in fp32.
 
-    Equivalent PyTorch, for W [out, in], A [rank, in], sB [out, rank] and a magnitude [out]::
+    Equivalent PyTorch, for W [out, in], A [rank, in] and sB [out, rank] of all of them::
 
         W = W.float() if row_scales is None else W.float() * row_scales[:, None]
-        norm = torch.linalg.vector_norm(W + sB.float() @ A.float(), dim=1)
-        factor.copy_(magnitude / norm)
-        inverse_norm.copy_(1 / norm)
+        for magnitude, row, outputs, border, rank in projections:
+            rows, its = slice(row, row + outputs), slice(border, border + rank)
+            norm = torch.linalg.vector_norm(W[rows] + sB[rows, its].float() @ A[its].float(), dim=1)
+            factor[rows] = magnitude / norm
+            inverse_norm[rows] = 1 / norm
 
     W may be e4m3. A and sB are of one dtype, and need not be contiguous.
     """
     kernel = _magnitude_factors_kernel
-    (rows, columns), rank = W.shape, A.shape[0]
-    if rows == 0:
-        return
-    block_rank = min(max(next_power_of_2(rank), 16), MAX_BLOCK_RANK)
-    # 128 programs, or as many as blocks of 16 rows make, which tl.dot wants at least
-    block_rows = min(max(next_power_of_2(rows // 256), 16), NORM_TILING.rows)
-    elements = (block_rows + block_rank) * NORM_TILING.columns
-    launch(
-        kernel, (cdiv(rows, block_rows),),
-        W, A, sB, magnitude.contiguous(), row_scales, factor, inverse_norm,
-        W.stride(0), A.stride(0), sB.stride(0), rows, columns, rank,
-        block_rows, NORM_TILING.columns, block_rank, cdiv(rank, block_rank),
-        dots_in_fp32(kernel, A), num_warps=max(block_rows // 8, 4),
-        num_stages=stages(NORM_TILING, elements, A),
-    )  # fmt: skip
+    for first in range(0, len(projections), TOGETHER):
+        some = projections[first : first + TOGETHER]
+        outputs, rank = max(one.outputs for one in some), max(one.rank for one in some)
+        if outputs == 0:
+            continue
+        block_rank = min(max(next_power_of_2(rank), 16), MAX_BLOCK_RANK)
+        tiling = FEW_ROWS if outputs < LEAST_OF_MANY else MANY_ROWS
+        elements = (tiling.rows + block_rank) * tiling.columns
+        arguments: list[Any] = []  # one by one: `launch` remembers no tuples
+        for magnitude, *places in some:
+            arguments += magnitude.contiguous(), *places
+        arguments += [None, 0, 0, 0, 0] * (TOGETHER - len(some))
+        launch(
+            kernel, (cdiv(outputs, tiling.rows), len(some)),
+            W, A, sB, row_scales, factor, inverse_norm, *arguments,
+            W.stride(0), A.stride(0), sB.stride(0), W.shape[1],
+            tiling.rows, tiling.columns, block_rank, cdiv(rank, block_rank),
+            stages(tiling, elements, A), dots_in_fp32(kernel, A), num_warps=tiling.warps,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -248,7 +294,7 @@ def scale_columns_backward(
         return (grad * u.float()).sum(0, keepdim=True)
     """
     rows, columns = grad.shape
-    ranges = min(cdiv(rows, BACKWARD_ROWS), MAX_RANGES)
+    ranges = min(cdiv(rows, RANGE_ROWS), MAX_RANGES)
     rows_of_a_range = cdiv(cdiv(rows, max(ranges, 1)), BACKWARD_ROWS) * BACKWARD_ROWS
     ranges = cdiv(rows, max(rows_of_a_range, 1))
     sums = factor.new_empty(ranges, columns)
@@ -263,22 +309,33 @@ def scale_columns_backward(
 
 
 @triton.jit(do_not_specialize=["ranges"])
-def _sum_magnitude_kernel(
+def _sum_magnitudes_kernel(
     sums_ptr,  # [ranges, columns]
     inverse_norm_ptr,  # [columns]
-    gradient_ptr,  # [columns], written
+    gradient_0_ptr,  # [outputs] of a projection, written, or None
+    column_0,  # its first of sums
+    outputs_0,
+    gradient_1_ptr,  # likewise
+    column_1,
+    outputs_1,
+    gradient_2_ptr,  # likewise
+    column_2,
+    outputs_2,
     sums_row_stride,
     ranges,
-    columns,
     BLOCK: tl.constexpr,
 ):
-    column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    mask = column < columns
-    total = tl.zeros([BLOCK], tl.float32)
-    for index in tl.range(0, ranges, loop_unroll_factor=4):
-        total += tl.load(sums_ptr + index * sums_row_stride + column, mask=mask, other=0.0)
-    total *= tl.load(inverse_norm_ptr + column, mask=mask, other=0.0)
-    tl.store(gradient_ptr + column, total.to(gradient_ptr.dtype.element_ty), mask=mask)
+    gradients = gradient_0_ptr, gradient_1_ptr, gradient_2_ptr
+    columns, every = (column_0, column_1, column_2), (outputs_0, outputs_1, outputs_2)
+    place = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    for i in tl.static_range(3):
+        if gradients[i] is not None and tl.program_id(1) == i:
+            mask, column = place < every[i], columns[i] + place
+            total = tl.zeros([BLOCK], tl.float32)
+            for index in tl.range(0, ranges, loop_unroll_factor=4):
+                total += tl.load(sums_ptr + index * sums_row_stride + column, mask=mask, other=0.0)
+            total *= tl.load(inverse_norm_ptr + column, mask=mask, other=0.0)
+            tl.store(gradients[i] + place, total.to(gradients[i].dtype.element_ty), mask=mask)
 
 
 def sum_magnitudes(
@@ -293,13 +350,20 @@ def sum_magnitudes(
         for gradient, grad in zip(gradients, every):
             gradient.copy_(grad)
     """
-    parts = sums.split_with_sizes([*outs], 1), scale.inverse_norm.split_with_sizes([*outs])
-    for gradient, its_sums, inverse_norm in zip(gradients, *parts, strict=True):
-        if gradient is not None and len(sums) == 0:
+    needed = [
+        (gradient, end - out, out)
+        for gradient, end, out in zip(gradients, accumulate(outs), outs, strict=True)
+        if gradient is not None and out
+    ]
+    if len(sums) == 0:
+        for gradient, *_ in needed:
             gradient.zero_()
-        elif gradient is not None:
-            launch(
-                _sum_magnitude_kernel, (cdiv(len(gradient), SUM_COLUMNS),),
-                its_sums, inverse_norm, gradient, sums.stride(0), len(sums), len(gradient),
-                SUM_COLUMNS, num_warps=4,
-            )  # fmt: skip
+        return
+    for first in range(0, len(needed), TOGETHER):
+        some = needed[first : first + TOGETHER]
+        none: list[Any] = [None, 0, 0] * (TOGETHER - len(some))
+        launch(
+            _sum_magnitudes_kernel, (cdiv(max(out for *_, out in some), SUM_COLUMNS), len(some)),
+            sums, scale.inverse_norm, *chain.from_iterable(some), *none, sums.stride(0), len(sums),
+            SUM_COLUMNS, num_warps=4,
+        )  # fmt: skip

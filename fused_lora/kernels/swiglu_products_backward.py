@@ -36,7 +36,7 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2, on_device_of
 from .activation import activate
 from .autotune import fastest
 from .fp8_swiglu import CODED_REGISTERS, Coded, load_scales, store_codes
-from .magnitudes import ColumnScale, operands_of, rescale, sum_magnitudes
+from .magnitudes import ColumnScale, operands_of, sum_magnitudes
 from .products import Product, SwiGLUProducts
 from .tiling import MAX_BLOCK_RANK, Tiling, add_product, dots_in_fp32, stages
 
@@ -104,6 +104,15 @@ def _swiglu_backward_products_kernel(
         # a thread's own until the end: a sum over rows in the loop made it wait, 2.9 ms for 0.5
         sum_u_gate = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         sum_u_up = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    if factor_ptr is not None:
+        scale_gate = tl.load(factor_ptr + column, mask=column < intermediate, other=0.0)
+        scale_up = tl.load(
+            factor_ptr + intermediate + column, mask=column < intermediate, other=0.0
+        )
+    if bias_ptr is not None:
+        bias_gate = tl.load(bias_ptr + column, mask=column < intermediate, other=0.0)
+        bias_up = tl.load(bias_ptr + intermediate + column, mask=column < intermediate, other=0.0)
+        bias_gate, bias_up = bias_gate.to(tl.float32), bias_up.to(tl.float32)
     if coded is not None:
         scales = load_scales(coded, start, end, column, intermediate, BLOCK_ROWS)
     for first in range(start, end, BLOCK_ROWS):
@@ -116,8 +125,11 @@ def _swiglu_backward_products_kernel(
         gate_tile = gate_up_ptr + row * gate_up_row_stride + column
         u_gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
         u_up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
-        gate = rescale(u_gate, factor_ptr, bias_ptr, column, column < intermediate)
-        up = rescale(u_up, factor_ptr, bias_ptr, column + intermediate, column < intermediate)
+        gate, up = u_gate, u_up
+        if factor_ptr is not None:
+            gate, up = gate * scale_gate, up * scale_up
+        if bias_ptr is not None:
+            gate, up = gate + bias_gate, up + bias_up
         activated, slope = activate(gate, IS_GELU, IN_FP32)
         hidden = (activated * up).to(dtype)
         grad_gate = grad_hidden * up * slope
@@ -125,8 +137,8 @@ def _swiglu_backward_products_kernel(
         if sums_ptr is not None:
             sum_u_gate += grad_gate * u_gate
             sum_u_up += grad_up * u_up
-        grad_gate = rescale(grad_gate, factor_ptr, None, column, column < intermediate)
-        grad_up = rescale(grad_up, factor_ptr, None, column + intermediate, column < intermediate)
+        if factor_ptr is not None:
+            grad_gate, grad_up = grad_gate * scale_gate, grad_up * scale_up
         if coded is not None:
             scales = store_codes(
                 coded, codes_row_stride, grad_gate, grad_up, scales, row, end, column,

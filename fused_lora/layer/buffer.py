@@ -37,7 +37,7 @@ from fused_mlp.utils import without_autocast
 
 from ..kernels.dropped_products import dropped_gradient, dropped_products
 from ..kernels.extend_rows import extend_rows
-from ..kernels.magnitudes import ColumnScale, Factors, magnitude_factors, sum_magnitudes
+from ..kernels.magnitudes import ColumnScale, Factors, Rescaled, magnitude_factors, sum_magnitudes
 from ..kernels.products import SwiGLUProducts
 from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
@@ -358,17 +358,18 @@ class WeightGroup:
     def _factors(self, magnitudes: Sequence[Tensor | None]) -> Factors:
         factor = torch.ones(self.out, dtype=torch.float32, device=self.A.device)
         inverse_norm = torch.empty_like(factor)
-        scales, row = self.buffer.row_scales, 0
-        for magnitude, out, first, block in zip(
-            magnitudes, self.out_features, self.starts, self.blocks, strict=True
-        ):
-            rows, border = slice(row, row + out), slice(first, first + block)
-            if magnitude is not None:
-                magnitude_factors(
-                    self.buffer.weight[rows], self.A[border], self.sB[rows, border], magnitude,
-                    None if scales is None else scales[rows], factor[rows], inverse_norm[rows],
-                )  # fmt: skip
-            row += out
+        ends = accumulate(self.out_features)
+        projections = [
+            Rescaled(magnitude, end - out, out, first, block)
+            for magnitude, end, out, first, block in zip(
+                magnitudes, ends, self.out_features, self.starts, self.blocks, strict=True
+            )
+            if magnitude is not None
+        ]
+        magnitude_factors(
+            self.buffer.weight, self.A, self.sB, self.buffer.row_scales, projections, factor,
+            inverse_norm,
+        )  # fmt: skip
         return Factors(factor, inverse_norm)
 
     def dropped_base(self, x: Tensor, dropout: Dropout) -> Tensor:

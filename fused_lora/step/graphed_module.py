@@ -233,7 +233,7 @@ class GraphedModule:
         )  # fmt: skip
 
     def _forward(self, buffers: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the output, and the memory into which its hidden states are copied, if it has any."""
+        """Return the output, and the memory into which its hidden states, if any, are copied."""
         device_type = self._settings.parameters()[0].device.type
         dtype = _autocast_on(device_type)
         # the autocast that is on, without the casts that it may have made outside a graph

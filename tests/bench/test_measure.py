@@ -149,7 +149,7 @@ def test_long_rows_are_recorded_as_they_come_and_so_is_why_a_run_ends(
     [
         (families, ["nobody"], "nobody: transformers has no such causal language model"),
         (families, ["olmo3", "--set", "hidden=5"], "the configuration of olmo3 has no such value"),
-        (families, ["qwen3_moe", "--quantize", "nf4"], "Unsloth has other codes: leave it out"),
+        (families, ["qwen3_moe", "--quantize", "fp4"], "Unsloth has nf4 alone: leave it out"),
         (trainers, ["--kinds", "DPO", "--runs", trainers.UNSLOTH], "Unsloth is timed in SFT"),
         (long_rows, ["--model", "nowhere.json"], "--model nowhere.json: no such file"),
         (small_adapters, ["--variants", "fused_everything"], "fused_everything: unknown"),

@@ -123,7 +123,7 @@ LAUNCHERS = {
     ),
     "scale_columns": Launcher(
         ((magnitudes, "_scale_columns_kernel", "_scale_columns_backward_kernel",
-          "_sum_magnitude_kernel"),),
+          "_sum_magnitudes_kernel"),),
         magnitudes_of.SIZES, "odd", (0, 8), magnitudes_of.scaled_case,
         on_case(magnitudes_of.fused_scaled), on_case(magnitudes_of.eager_scaled), writes=3,
     ),

@@ -9,6 +9,7 @@ from fused_lora.kernels import magnitudes as module
 from fused_lora.kernels.fp8_rows import codes_and_scales
 from fused_lora.kernels.magnitudes import (
     ColumnScale,
+    Rescaled,
     magnitude_factors,
     scale_columns,
     scale_columns_backward,
@@ -32,6 +33,7 @@ MULTIPLIER = 0.5
 def few_ranges(monkeypatch):
     """Give a program several tiles of rows, the last of them partial."""
     monkeypatch.setattr(module, "MAX_RANGES", 2)
+    monkeypatch.setattr(module, "RANGE_ROWS", 16)
 
 
 def factors_case(size, dtype, device):
@@ -44,7 +46,8 @@ def factors_case(size, dtype, device):
 
 def fused_factors(W, A, sB, magnitude, layout=torch.clone, row_scales=None):
     factor, inverse_norm = torch.empty(2, len(W), device=W.device)
-    magnitude_factors(*map(layout, (W, A, sB)), magnitude, row_scales, factor, inverse_norm)
+    projections = [Rescaled(magnitude, 0, len(W), 0, len(A))]
+    magnitude_factors(*map(layout, (W, A, sB)), row_scales, projections, factor, inverse_norm)
     return factor, inverse_norm
 
 
