@@ -44,8 +44,8 @@ from .head import Head
 from .label_check import checking
 
 # Tokens of a chunk. An H200 takes 34.7 ms for the loss of 16,384 tokens, 151,936 words and 2,048
-# features. In chunks of 4,096 tokens, whose logits take 1.0 GiB more, it takes 33.0. To the gradient
-# of a trained weight each chunk adds in fp32, 2.5 GB there: it gets chunks of twice as many.
+# features. In chunks of 4,096 tokens, whose logits take 1.0 GiB more, it takes 33.0. Each chunk
+# reads and writes the gradient of a trained weight in fp32, 2.5 GB there: these are twice as large.
 CHUNK_TOKENS = 512
 
 
