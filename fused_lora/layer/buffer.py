@@ -356,7 +356,9 @@ class WeightGroup:
         return Factors(*once(lambda: self._factors(magnitudes), is_small=True))
 
     def _factors(self, magnitudes: Sequence[Tensor | None]) -> Factors:
-        factor = torch.ones(self.out, dtype=torch.float32, device=self.A.device)
+        has_all = all(magnitude is not None for magnitude in magnitudes)
+        new = torch.empty if has_all else torch.ones
+        factor = new(self.out, dtype=torch.float32, device=self.A.device)
         inverse_norm = torch.empty_like(factor)
         ends = accumulate(self.out_features)
         projections = [
