@@ -10,7 +10,8 @@ only the first ones, because plain PEFT needs the memory. All runs have the same
 tokens: a base in bf16, fp32 adapters with rank 16 on all linear layers, and 8 rows of 512 tokens,
 without checkpointing. PEFT counts the experts of some mixtures as linear layers, and adapts their
 gate_up_proj with twice the rank and their router. --experts adapts the experts of all mixtures with
-one rank and no router, as Unsloth does. GPU time is how long kernels run in a step, the mean of three.
+one rank and no router, as Unsloth does. GPU time is how long kernels run in a step, the mean of
+three.
 """
 
 import argparse
@@ -225,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--experts", action="store_true",
                         help="adapt linear layers and experts with one rank")  # fmt: skip
     parser.add_argument("--quantize", choices=("nf4", "fp4", "mxfp4"),
-                        help="keep experts in 4 bits; Unsloth then has attention in NF4, too")  # fmt: skip
+                        help="keep experts in 4 bits; Unsloth's attention, too")  # fmt: skip
     parser.add_argument("--attention", choices=("eager", "sdpa"),
                         help="of plain PEFT and fused (default: transformers chooses)")  # fmt: skip
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="(default: all)")

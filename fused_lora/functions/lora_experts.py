@@ -146,8 +146,8 @@ class LoRA_Experts(torch.autograd.Function):
         An expert without tokens gets gradients of zero.
 
     Saves for backward: x, gate and up [rows, 2 intermediate], z and h Ad' [rows, r], the adapters
-    and the weights in the dtype of the computation. Writes to no input. Deterministic. Not twice differentiable.
-    Waits for no GPU in bf16; in fp16 and fp32 PyTorch's grouped matmuls do.
+    and the weights in the dtype of the computation. Writes to no input. Deterministic. Not twice
+    differentiable. Waits for no GPU in bf16; in fp16 and fp32 PyTorch's grouped matmuls do.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a base weight requires a gradient.
@@ -196,8 +196,8 @@ class LoRA_Experts(torch.autograd.Function):
             output = (x if residual is None else residual).new_zeros(1).expand(x.shape)
         need_A = ctx.needs_input_grad[2]
         ctx.save_for_backward(
-            x if need_A else None, weight, gate_up, z, z_down, *adapters, gate_up_weight, down_weight,
-            frozen.down_bias, chosen, *routing,
+            x if need_A else None, weight, gate_up, z, z_down, *adapters, gate_up_weight,
+            down_weight, frozen.down_bias, chosen, *routing,
         )  # fmt: skip
         return output
 
@@ -235,7 +235,7 @@ class LoRA_Experts(torch.autograd.Function):
                     by_expert = by_token @ down_bias.to(by_token.dtype).t()
                 grad_weights += by_expert.gather(1, _flat(chosen)).view(chosen.shape)
             grad_weights = grad_weights.to(ctx.dtype_of_weights)
-        if need_down_A and p is not None:
+        if hidden is not None and p is not None:
             grad_down_A = _like(like_down_A, _by_expert(p, hidden, ends), down_scaling)
         del hidden
 
