@@ -149,13 +149,17 @@ def set_adapters(model: torch.nn.Module, seed: int) -> None:
     """Give every adapter weights that depend only on its name and `seed`.
 
     A is uniform with PEFT's own bound, 1 / sqrt(in). B is normal with deviation 0.02. PEFT's B = 0
-    would make every dA zero and hide a wrong one.
+    would make every dA zero and hide a wrong one. Magnitudes are PEFT's, moved by 2%.
     """
     with torch.no_grad():
         for name, parameter in _adapters(model):
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             value = torch.empty(parameter.shape)
-            if ".lora_A." in name:
+            if ".lora_magnitude_vector." in name:
+                # kept for the next call, before which it is trained
+                norms = vars(parameter).setdefault("norms", parameter.cpu().clone())
+                value = norms * value.normal_(1.0, 0.02, generator=generator)
+            elif ".lora_A." in name:
                 bound = parameter.shape[1] ** -0.5
                 value.uniform_(-bound, bound, generator=generator)
             else:

@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--experts", action="store_true",
                         help="adapt experts that all-linear leaves out")  # fmt: skip
     parser.add_argument("--quantize", choices=("nf4", "fp4", "mxfp4"),
-                        help="keep experts in 4 bits; Unsloth then has attention in NF4, too")  # fmt: skip
+                        help="keep experts in 4 bits (and Unsloth attention)")  # fmt: skip
     parser.add_argument("--attention", choices=("eager", "sdpa"),
                         help="of plain PEFT and fused (default: transformers chooses)")  # fmt: skip
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="(default: all)")

@@ -34,7 +34,6 @@ from torch import Tensor
 from ..functions.rope import check_angles, check_head_norms
 from ..kernels.causal_attention import Attention
 from ..kernels.head_norms import HeadNorms, head_norms_backward
-from ..kernels.magnitudes import scale_columns
 from ..kernels.output_gate import gate_backward, gate_forward, split_gated_heads
 from ..kernels.qkv_attention import AttentionSaved, attention_backward, attention_forward
 from ..kernels.qkv_rope import norm_rope_together, rope_forward, scale_q, split_heads
@@ -48,6 +47,7 @@ from .block import (
     add_output,
     adds_to_copy,
     rows_for_output,
+    scaled_inputs,
 )
 from .buffer import Dropout, Incoming
 from .operands import Dropouts, Frame
@@ -163,12 +163,7 @@ class AttentionBlock(NamedTuple):
         )  # fmt: skip
         unscaled = None
         if inputs.scale is not None:
-            given, like = qkv, inputs.A
-            qkv, unscaled = (
-                torch.empty_like(given, dtype=like.dtype),
-                torch.empty_like(given, dtype=like.dtype),
-            )
-            scale_columns(given, inputs.scale, qkv, unscaled)
+            qkv, unscaled = scaled_inputs(inputs, qkv, n.x, dropouts.inputs)
         raw, qkv = self._norm_and_rotate(qkv)
 
         def attend() -> Attended:

@@ -107,7 +107,23 @@ def add_output(
             a, extended, residual, total, output.base_bias, multiplier, dropout
         )
 
-    return Left(a, add_projection(frame, x, total, project))
+    return Left(a, add_projection(frame, x, total, project, a, dropout))
+
+
+def scaled_inputs(
+    group: WeightGroup, given: Tensor, x: Tensor, dropout: Dropout | None
+) -> tuple[Tensor, Tensor]:
+    """Return what projections give, scaled, and that before, each in 16 bits, for what their buffer
+    gives in fp32 of x."""
+    assert group.scale is not None
+    y, unscaled = (torch.empty_like(given, dtype=group.A.dtype) for _ in range(2))
+    residual = None
+    if dropout is not None:
+        e = group.dropped_base(x, dropout)
+        given.add_(e)
+        residual = e.neg_()
+    scale_columns(given, group.scale, y, unscaled, residual)
+    return y, unscaled
 
 
 def add_projection(
@@ -115,9 +131,11 @@ def add_projection(
     x: Tensor,
     total: Tensor,
     project: Callable[[Tensor | None, Tensor, float], Tensor],
+    read: Tensor | None,
+    dropout: Dropout | None,
 ) -> Added:
     """Make total the residual x plus what the last projection gives. project(residual, total,
-    multiplier) is a method of its buffer."""
+    multiplier) is a method of its buffer. read: what it reads, needed with a scale and dropout."""
     norm, scale, multiplier = frame.norm_after, frame.output.scale, frame.multiplier
     if norm is None and scale is None:
         return Added(project(x if frame.adds else None, total, multiplier), None, None)
@@ -129,6 +147,12 @@ def add_projection(
         z = project(None, given, 1.0)
         unscaled = torch.empty_like(given, dtype=frame.output.A.dtype)
         residual = x if frame.adds and norm is None else None
+        if dropout is not None:
+            assert read is not None
+            e = frame.output.dropped_base(read, dropout)
+            given.add_(e)
+            e.mul_(-multiplier)
+            residual = e if residual is None else e.add_(residual)
         scale_columns(given, scale, projected, unscaled, residual, multiplier)
     if norm is None:
         return Added(z, None, unscaled)
@@ -196,9 +220,11 @@ class BlockBackward:
                 grad, multiplier = rows, 1.0
             else:
                 rows = empty_rows(like, len(total), columns)
-            magnitude_grads = (self.last_magnitude_grad,)
-            self._unscale(frame.output, added.unscaled, grad, rows, magnitude_grads, multiplier)
-            incoming = Incoming(rows)
+            dropped = self._unscale(
+                frame.output, added.unscaled, grad, rows, (self.last_magnitude_grad,),
+                self.dropouts.output, multiplier,
+            )  # fmt: skip
+            incoming = Incoming(rows, dropped=dropped)
         elif incoming is None:
             rows = empty_rows(like, len(total), columns)
             rows[:, : total.shape[1]].copy_(total)
@@ -210,16 +236,21 @@ class BlockBackward:
 
     def _unscale(
         self, group: WeightGroup, unscaled: Tensor | None, grad: Tensor, rows: Tensor,
-        magnitude_grads: Sequence[Tensor | None], multiplier: float = 1.0,
-    ) -> None:  # fmt: skip
+        magnitude_grads: Sequence[Tensor | None], dropout: Dropout | None, multiplier: float = 1.0,
+    ) -> Sequence[Tensor]:  # fmt: skip
         """Write the gradient of what the group's projections gave, `unscaled`, into the first
         columns of rows, given in those of grad that of what a pass has made of it. Both may be one.
-        """
-        if unscaled is not None and group.scale is not None:
-            grad, grad_u = grad[:, : group.out], rows[:, : group.out]
-            factor = group.scale.factor
-            sums = scale_columns_backward(grad, unscaled, factor, grad_u, multiplier)
-            group.sum_magnitudes(sums, magnitude_grads)
+        Return that of what dropout has dropped in front of the frozen weights."""
+        if unscaled is None or group.scale is None:
+            return ()
+        grad, grad_u = grad[:, : group.out], rows[:, : group.out]
+        factor = group.scale.factor
+        dropped: Sequence[Tensor] = ()
+        if dropout is not None:
+            dropped = group.by_projection((grad * (multiplier * (factor - 1.0))).to(rows.dtype))
+        sums = scale_columns_backward(grad, unscaled, factor, grad_u, multiplier)
+        group.sum_magnitudes(sums, magnitude_grads)
+        return dropped
 
     def sum_output(
         self, incoming: Incoming, left: Left, p: Tensor, dropout: Dropout | None
@@ -243,7 +274,9 @@ class BlockBackward:
             assert incoming.rows is not None
             group.sum_biases(incoming.rows, self.bias_grads)
         if (rows := incoming.rows) is not None:
-            self._unscale(group, unscaled, rows, rows, self.magnitude_grads)
+            inputs = self.dropouts.inputs
+            dropped = self._unscale(group, unscaled, rows, rows, self.magnitude_grads, inputs)
+            incoming = incoming._replace(dropped=dropped)
         if not need_x and norm_grad is None:
             if not any(need.A for need in self.need):
                 return None, None

@@ -43,6 +43,7 @@ from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
 from ..kernels.swiglu_products_forward import swiglu_forward_product
 from ..rerun import once
+from .dropped_base import add_dropped_gradient, dropped_base
 from .gathering import WeightSource
 from .residual import Norm, apply_norm, norm_backward
 
@@ -78,6 +79,8 @@ class Incoming(NamedTuple):
 
     rows: Tensor | None  # [T, out + width]: dy, and room for p; None: only `coded` exists
     coded: Any = None  # dy in the form that the buffer multiplies, where the pass before made it
+    # by projection, where dropout drops in front of the frozen weight too (`dropped_base.py`)
+    dropped: Sequence[Tensor] = ()
 
 
 class Buffer:
@@ -235,6 +238,9 @@ class Buffer:
         grad = dy.new_empty(dy.shape[0], self.A.shape[1])
         dropped_gradient(p, self.A, dropout.blocks, dropout.masks, grad)
         self.add_gradient(grad, dy)
+        if incoming.dropped:
+            weights = self.weights([one.shape[1] for one in incoming.dropped])
+            add_dropped_gradient(incoming.dropped, weights, dropout.masks, grad)
         return grad, p
 
     def adapter_gradient(self, dy: Tensor, scales: Tensor | None) -> Tensor:
@@ -262,6 +268,13 @@ class Buffer:
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
         """Add dy W to grad."""
         grad.addmm_(dy, self.weight)
+
+    def weights(self, outs: Sequence[int]) -> Sequence[Tensor]:
+        """Return the weights of projections with these outputs, in the dtype of the adapters."""
+        weight, scales = self.weight, self.row_scales
+        if scales is not None:
+            weight = (weight.float() * scales[:, None]).to(self.A.dtype)
+        return weight.split_with_sizes([*outs])
 
 
 def add_matmul_to_fp32(
@@ -343,7 +356,9 @@ class WeightGroup:
         return Factors(*once(lambda: self._factors(magnitudes), is_small=True))
 
     def _factors(self, magnitudes: Sequence[Tensor | None]) -> Factors:
-        factor = torch.ones(self.out, dtype=torch.float32, device=self.A.device)
+        has_all = all(magnitude is not None for magnitude in magnitudes)
+        new = torch.empty if has_all else torch.ones
+        factor = new(self.out, dtype=torch.float32, device=self.A.device)
         inverse_norm = torch.empty_like(factor)
         ends = accumulate(self.out_features)
         projections = [
@@ -358,6 +373,10 @@ class WeightGroup:
             inverse_norm,
         )  # fmt: skip
         return Factors(factor, inverse_norm)
+
+    def dropped_base(self, x: Tensor, dropout: Dropout) -> Tensor:
+        """Return what dropout in front of the frozen weights adds to what they give of x."""
+        return dropped_base(x, self.buffer.weights(self.out_features), dropout.masks)
 
     def sum_magnitudes(self, sums: Tensor, gradients: Sequence[Tensor | None]) -> None:
         """Write the gradients of the projections' magnitudes from the sums of `magnitudes.py`."""

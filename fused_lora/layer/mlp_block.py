@@ -35,11 +35,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_mlp import geglu_forward, swiglu_forward
 from fused_mlp.utils import check_activation
 
 from ..rerun import keeps_elsewhere, once, rows_of_a_tile
 from .adapter_sums import new_swiglu_gradients
-from .block import Added, BlockBackward, Entered, Gradient, add_projection, adds_to_copy
+from .block import (
+    Added,
+    BlockBackward,
+    Entered,
+    Gradient,
+    add_projection,
+    adds_to_copy,
+    scaled_inputs,
+)
 from .buffer import Activation, Dropout
 from .filling import Adapter
 from .operands import Dropouts, Frame
@@ -89,7 +98,7 @@ class MLPBlock(NamedTuple):
         entered, gate_up = self._enter(x, output, dropouts)
 
         def add() -> Added:
-            return self._add_activated(gate_up, x, output, dropouts.output)
+            return self._add_activated(entered, gate_up, x, output, dropouts.output)
 
         if self.frame.norm_after is not None:
             return output, SavedMLP(entered, gate_up, add())
@@ -106,33 +115,41 @@ class MLPBlock(NamedTuple):
         self, x: Tensor, output: Tensor | None, dropouts: Dropouts
     ) -> tuple[Entered, Tensor]:
         """Return the norm of x, which down adds to in output, and gate and up of it."""
-        frame = self.frame
-        gate_up, m, rstd = frame.inputs.buffer.project_norm(
-            x, frame.norm, frame.inputs.base_bias, dropouts.inputs,
-            output if adds_to_copy(frame, dropouts.output) else None,
+        frame, inputs = self.frame, self.frame.inputs
+        is_apart = inputs.scale is not None and any(dropouts)  # SwiGLU's kernels do not scale then
+        gate_up, m, rstd = inputs.buffer.project_norm(
+            x, frame.norm, inputs.base_bias, dropouts.inputs,
+            output if adds_to_copy(frame, dropouts.output) else None, in_fp32=is_apart,
         )  # fmt: skip
-        return Entered(m, rstd), gate_up
+        unscaled = None
+        if is_apart:
+            gate_up, unscaled = scaled_inputs(inputs, gate_up, m.x, dropouts.inputs)
+        return Entered(m, rstd, unscaled=unscaled), gate_up
 
     def _add_activated(
-        self, gate_up: Tensor, x: Tensor, output: Tensor | None, dropout: Dropout | None
-    ) -> Added:
+        self, entered: Entered, gate_up: Tensor, x: Tensor, output: Tensor | None,
+        dropout: Dropout | None,
+    ) -> Added:  # fmt: skip
         """Write x plus down of the activated gate_up into output, if it is given."""
-        frame, down = self.frame, self.frame.output
+        frame, down, hidden = self.frame, self.frame.output, None
+        if dropout is not None and down.scale is not None:
+            activated = swiglu_forward if self.activation == "silu" else geglu_forward
+            hidden = activated(*gate_up.chunk(2, 1))
 
         def project(residual: Tensor | None, total: Tensor | None, multiplier: float) -> Tensor:
             return down.buffer.add_swiglu(
-                gate_up, residual, total, down.base_bias, multiplier, self._scaled_activation,
+                gate_up, residual, total, down.base_bias, multiplier, self._activation(entered),
                 dropout,
             )  # fmt: skip
 
         if output is None and frame.norm_after is None and down.scale is None:
             return Added(project(x, None, frame.multiplier), None, None)
         total = torch.empty_like(x) if output is None else output
-        return add_projection(frame, x, total, project)
+        return add_projection(frame, x, total, project, hidden, dropout)
 
-    @property
-    def _scaled_activation(self) -> Activation:
-        return Activation(self.activation, self.frame.inputs.scale)
+    def _activation(self, entered: Entered) -> Activation:
+        scale = self.frame.inputs.scale if entered.unscaled is None else None
+        return Activation(self.activation, scale)
 
     def _forward_in_tiles(
         self, x: Tensor, output: Tensor | None, dropouts: Dropouts, tiles: Sequence[slice]
@@ -140,8 +157,10 @@ class MLPBlock(NamedTuple):
         def add(rows: slice) -> Tensor:
             assert output is not None
             its_dropouts = dropouts.at(rows)
-            _, gate_up = self._enter(x[rows], output[rows], its_dropouts)
-            return self._add_activated(gate_up, x[rows], output[rows], its_dropouts.output).z
+            entered, gate_up = self._enter(x[rows], output[rows], its_dropouts)
+            return self._add_activated(
+                entered, gate_up, x[rows], output[rows], its_dropouts.output
+            ).z
 
         every_z = [] if output is None else [add(rows) for rows in tiles]
         (z_down,) = once(lambda: (torch.cat(every_z),), is_small=True)
@@ -167,7 +186,7 @@ class MLPBlock(NamedTuple):
         entered, gate_up = self._enter(x, None, run.dropouts)
         added = Added(z_down, None, None)
         if self.frame.norm_after is not None or self.frame.output.scale is not None:
-            added = self._add_activated(gate_up, x, None, run.dropouts.output)
+            added = self._add_activated(entered, gate_up, x, None, run.dropouts.output)
         saved = SavedMLP(entered, gate_up, added)
         _, gradients = self._backward(run, x, saved, gradient, need_x, None)
         run.sums.compute()
@@ -178,18 +197,23 @@ class MLPBlock(NamedTuple):
         before: BlockBackward | None,
     ) -> tuple[Gradient | None, tuple]:  # fmt: skip
         gate_up, down, dropouts = self.frame.inputs, self.frame.output, run.dropouts
-        entered = saved.entered
+        entered, need = saved.entered, run.need
+        is_apart = entered.unscaled is not None
+        if is_apart:  # what SwiGLU's backward gives is scaled after it
+            need = [one._replace(B=False) for one in need]
         g = run.output_gradient(gradient, saved.added)
         assert g.rows is not None
         dh, ph = down.buffer.gradient(g, None, dropouts.output)
         with_swiglu = new_swiglu_gradients(
             saved.gate_up, gate_up, ph, entered.n.z, (*run.adapters, run.last_adapter),
-            (*run.need, run.need_last), dropouts.output,
+            (*need, run.need_last), dropouts.output,
         )  # fmt: skip
-        products = with_swiglu.products._replace(magnitudes=run.magnitude_grads)
+        products = with_swiglu.products
+        if not is_apart:
+            products = products._replace(magnitudes=run.magnitude_grads)
         trains_biases = any(grad is not None for grad in run.bias_grads)
         dgu = gate_up.buffer.swiglu_backward(  # and what is in with_swiglu
-            dh, saved.gate_up, products, self._scaled_activation,
+            dh, saved.gate_up, products, self._activation(entered),
             is_read=dropouts.inputs is None and not trains_biases and need_x,
         )  # fmt: skip
         del dh  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
@@ -197,8 +221,10 @@ class MLPBlock(NamedTuple):
             down, (run.last_adapter,), (run.need_last,), g.rows, saved.added.z
         )
         grad_x, pm = run.input_gradient(dgu, gradient.total, x, entered, need_x, before)
-        gate_A, up_A = run.sum_A(entered, pm)
-        return grad_x, run.flat(
-            Adapter(gate_A, with_swiglu.gate_B), Adapter(up_A, with_swiglu.up_B),
-            Adapter(with_swiglu.down_A, down_B),
-        )  # fmt: skip
+        if is_apart:
+            assert dgu.rows is not None
+            gate, up = run.sum_inputs(entered, pm, dgu.rows)
+        else:
+            gate_A, up_A = run.sum_A(entered, pm)
+            gate, up = Adapter(gate_A, with_swiglu.gate_B), Adapter(up_A, with_swiglu.up_B)
+        return grad_x, run.flat(gate, up, Adapter(with_swiglu.down_A, down_B))

@@ -45,6 +45,7 @@ MERGED[BaseTunerLayer] = ("merged_adapters",)
 
 UNQUANTISED = "load the model in bf16 or in 4 bits"
 BASE_IS_TRAINED = "its base weight is trained: freeze it, requires_grad_(False)"
+ONLY_IN_LAYERS = "it uses DoRA, which only whole layers compute: ask for layer=True"
 CAST = "cast the model to bfloat16, float16 or float32"
 
 
@@ -126,7 +127,10 @@ def read_projection(
     magnitude = None
     if projection.use_dora.get(adapter, False):
         scaler: Any = parts["lora_magnitude_vector"]._modules[adapter]  # type: ignore[union-attr]
-        refuse(_why_not_dora(scaler, dropped, may_scale))
+        refuse(None if may_scale else ONLY_IN_LAYERS)
+        refuse(why_call(scaler))
+        if not projection.training:  # PEFT asks it, and not its dropout
+            dropped = 0.0
         magnitude = _parameter(scaler, "weight")
     elif adapter in projection.lora_variant:
         variant = type(projection.lora_variant[adapter]).__name__
@@ -145,15 +149,6 @@ def read_projection(
     weight, is_packed = _weight_of(base)
     bias, scaling = _parameter(base, "bias"), float(scaling)  # from NumPy, say
     return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base, magnitude, is_packed)
-
-
-def _why_not_dora(scaler: nn.Module, dropped: float, may_scale: bool) -> str | None:
-    """Return the reason if an adapter's magnitudes, which this module has, cannot be used."""
-    if dropped:
-        return "it uses DoRA with lora_dropout: set that to 0.0"
-    if not may_scale:
-        return "it uses DoRA, which only whole layers compute: ask for layer=True"
-    return why_call(scaler)
 
 
 def active_adapter(projection: Any) -> str:

@@ -67,7 +67,7 @@ class Offload:
     def hooks(self) -> saved_tensors_hooks:
         """Return the context of a layer in which tensors saved for backward go to the host."""
         if self._layer is not None:
-            self._layer.let_go()
+            self._layer.end()
         self._layer = _Layer(self._layer)
         return saved_tensors_hooks(self.out, self.back)
 
@@ -84,12 +84,14 @@ class Offload:
         saved = self.out(tensor)
         if isinstance(saved, _Offloaded):
             saved.layer.kept_bytes += tensor.nbytes
+            saved.layer.kept_last = weakref.ref(saved)
             self._most_kept = max(self._most_kept, saved.layer.kept_bytes / input_bytes)
         return saved
 
     def finish(self) -> None:
         """End a forward whose backward is captured on its own: its copies end with it."""
         if self._layer is not None:
+            self._layer.end()
             self._layer.let_go()
 
     def out(self, tensor: Tensor) -> "Tensor | _Offloaded":
@@ -143,6 +145,17 @@ class _Layer:
         self.before = before  # backward needs it next
         self.tensors: list[weakref.ref[_Offloaded]] = []
         self.kept_bytes = 0  # by `once`
+        self.kept_last: weakref.ref[_Offloaded] | None = None  # likewise
+
+    def end(self) -> None:
+        """Let go of all but what was kept last: its copy may only have begun, as that of what down
+        gives with DoRA. It has the next layer's time."""
+        last = None if self.kept_last is None else self.kept_last()
+        for offloaded in self._alive():
+            if offloaded is not last:
+                offloaded.let_go()
+        if self.before is not None:
+            self.before.let_go()
 
     def let_go(self) -> None:
         for offloaded in self._alive():

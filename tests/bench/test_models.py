@@ -149,20 +149,33 @@ def test_in_fp32_nothing_is_rounded(checkpoint, device):
     assert {parameter.dtype for parameter in built.model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("dora", [False, True])
 def test_adapters_depend_on_their_name_and_the_seed_alone_and_none_starts_at_zero(
-    checkpoint, device
+    dora, checkpoint, device
 ):
-    """Start no adapter at zero: with PEFT's B = 0 every dA is zero, and a wrong one goes unseen."""
-    one, again, other = (
-        dict(models._adapters(make("vanilla_peft", checkpoint, device, seed=seed).model))
-        for seed in (0, 0, 1)
+    """Start no adapter at zero: with PEFT's B = 0 every dA is zero, and a wrong one goes unseen.
+    A model that has been trained starts again."""
+    lora = Lora(rank=4, alpha=8, dora=dora)
+    trained, *models_of = (
+        make("vanilla_peft", checkpoint, device, seed=seed, lora=lora).model for seed in (0, 0, 1)
     )
+    one = dict(models._adapters(trained))
+    assert all(parameter.dtype == torch.float32 for parameter in one.values())
+    with torch.no_grad():
+        for parameter in one.values():
+            parameter.mul_(1.5)
+    models.set_adapters(trained, 0)
+    again, other = (dict(models._adapters(model)) for model in models_of)
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one)
     values = list(one.values())
     assert not any(a.shape == b.shape and torch.equal(a, b) for a, b in pairwise(values))
     for name, parameter in one.items():
-        if ".lora_B." in name:
+        if ".lora_magnitude_vector." in name:
+            base = trained.get_submodule(name.split(".lora_")[0]).base_layer
+            scale = parameter / base.weight.float().norm(dim=1)
+            assert 0.9 < scale.min() < 1.0 < scale.max() < 1.1 and 0.01 < scale.std() < 0.03
+        elif ".lora_B." in name:
             assert 0.01 < parameter.std() < 0.03
         else:
             bound = parameter.shape[1] ** -0.5

@@ -75,9 +75,6 @@ REASONS = {
         lambda p: p.lora_dropout.update({"default": type("Drop", (nn.Identity,), {})()}),
         "its lora_dropout is Drop, not torch.nn.Dropout",
     ),
-    "DoRA with dropout": (
-        lambda p: readapt(p, use_dora=True, lora_dropout=0.25), "it uses DoRA with lora_dropout"
-    ),
     "a LoRA variant": (
         lambda p: readapt(p, init_lora_weights="mica"),
         "it uses a variant of LoRA (MiCALinearVariant)",

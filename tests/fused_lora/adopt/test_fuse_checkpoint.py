@@ -33,6 +33,9 @@ FUSIONS = {
     "all, full": Fusion(**ALL, checkpoint="full"),
     ALONE: Fusion(attention=True, rope=True, checkpoint="offload"),
     "layer, offload": Fusion(layer=True, cross_entropy=True, checkpoint="offload"),
+    "DoRA, full": Fusion(layer=True, checkpoint="full"),
+    "DoRA, selective": Fusion(layer=True, **KEPT),
+    "DoRA, offload": Fusion(layer=True, cross_entropy=True, checkpoint="offload"),
     "none": Fusion(checkpoint="none"),
 }
 # The last layer's input stays in place, and nothing below the first is trained.
@@ -48,11 +51,12 @@ def with_hidden_states(model, inputs):
 @pytest.mark.slow("loss_of-selective", "with_hidden_states-full")
 @pytest.mark.parametrize(("loss_of", "name"), [
     *((loss_of, name) for name in ("offload", "selective", "all, full", ALONE, "layer, offload")),
+    *((loss_of, name) for name in FUSIONS if "DoRA" in name),
     *((with_hidden_states, name) for name in ("full", "selective", "layer, offload")),
 ])  # fmt: skip
 def test_micro_batches_add_up_to_the_gradients_of_one_batch(loss_of, name, device):
     """Run the first batch's backward alone, and one backward for the other two."""
-    fused, plain, _ = pair(device, FUSIONS[name], config=THREE_LAYERS)
+    fused, plain, _ = pair(device, FUSIONS[name], config=THREE_LAYERS, use_dora="DoRA" in name)
     first, *others = batches = [batch(plain, seed=seed) for seed in (3, 4, 5)]
     one = {name: torch.cat([each[name] for each in batches]) for name in first}
     loss_of(plain, one).backward()

@@ -98,10 +98,11 @@ def test_a_batch_of_mixed_adapters_is_as_without_fusing(calls, device):
 
 
 @pytest.mark.slow("deepcopy-mlp", "pickled-mlp")
-@pytest.mark.parametrize("fusion", [MLP_ON, Fusion(layer=True)], ids=["mlp", "layer"])
+@pytest.mark.parametrize("name", ["mlp", "layer", "layer, DoRA"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
-def test_a_copy_is_fused_and_independent_of_the_original(duplicate, fusion, device):
-    fused, _, done = layer_case.pair(device, fusion)
+def test_a_copy_is_fused_and_independent_of_the_original(duplicate, name, device):
+    fusion, _, lora = FUSIONS[name]
+    fused, _, done = layer_case.pair(device, fusion, **lora)
     want = step(fused, length=SHORT)
     twin = duplicate(fused)
     assert report(twin) == done

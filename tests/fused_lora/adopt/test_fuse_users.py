@@ -15,13 +15,15 @@ from cases.peft_models import adapt, base_model
 from fused_lora import Fusion, fuse, report
 
 PARTS = Fusion(mlp=True, attention=True, rope=True)
-FUSIONS = {"layer": LAYER, "parts": PARTS, "4 bits": LAYER, "parts in 4 bits": PARTS}
+FUSIONS = {"layer": LAYER, "DoRA": LAYER, "parts": PARTS, "4 bits": LAYER, "parts in 4 bits": PARTS}
 FUSIONS["experts in 4 bits"] = PARTS
 # Our functions in a layer.
 FUNCTIONS = {"parts": {"LoRA_MLP": 1, "LoRA_Attention": 1}, "layer": {"DecoderLayer": 1}}
-FUNCTIONS |= {"4 bits": FUNCTIONS["layer"], "parts in 4 bits": FUNCTIONS["parts"]}
+FUNCTIONS |= {"4 bits": FUNCTIONS["layer"], "DoRA": FUNCTIONS["layer"]}
+FUNCTIONS |= {"parts in 4 bits": FUNCTIONS["parts"]}
 FUNCTIONS["experts in 4 bits"] = {"LoRA_Experts": 1, "LoRA_Attention": 1}
 MADE = {kind: {"change": quantised} for kind in ("4 bits", "parts in 4 bits")}
+MADE["DoRA"] = {"use_dora": True}
 MADE["experts in 4 bits"] = EXPERTS | {"dtype": torch.float32}
 ONE_LAYER = {"num_hidden_layers": 1}
 NORMED = {"family": "Qwen3"}  # a layer reads the weights of head norms, but does not move them
@@ -39,7 +41,7 @@ OVER_4_BITS = (  # which bitsandbytes quantises, stores and moves in its own way
     "optimizer", "moving average through .data", "hot-swap", "merged and unmerged",
     "another adapter and back", "an adapter of a larger rank",
 )  # fmt: skip
-OVER_EXPERTS_IN_4_BITS = (
+IN_PLACE = (  # over experts in 4 bits, and where norms are of the adapters
     "optimizer", "load_state_dict", "moving average through .data", "other .data",
     "to another dtype and back", "another adapter and back", "merged and unmerged",
     "safely merged and unmerged",
@@ -49,6 +51,7 @@ OVER_PARTS_IN_4_BITS = "optimizer", "another adapter and back", "merged and unme
 
 @pytest.mark.slow(
     "layer-optimizer",
+    "DoRA-optimizer",
     "4 bits-merged and unmerged",
     "layer-hot-swap",
     "layer-merged and unmerged",
@@ -59,10 +62,11 @@ OVER_PARTS_IN_4_BITS = "optimizer", "another adapter and back", "merged and unme
     ("kind", "what", "options"),
     [
         *(("layer", what, {}) for what in DONE),
+        *(("DoRA", what, {}) for what in IN_PLACE),
         *(("parts", what, {}) for what in OVER_PARTS),
         *(("4 bits", what, {}) for what in OVER_4_BITS),
         *(("parts in 4 bits", what, {}) for what in OVER_PARTS_IN_4_BITS),
-        *(("experts in 4 bits", what, {}) for what in OVER_EXPERTS_IN_4_BITS),
+        *(("experts in 4 bits", what, {}) for what in IN_PLACE),
         *(("layer", what, NORMED) for what in OF_WEIGHTS),
     ],
 )

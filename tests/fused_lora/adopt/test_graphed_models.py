@@ -48,6 +48,7 @@ def family(name, dtype=torch.float32):
 
 MODELS = {
     "whole layers, biases and norms trained": (qwen2, BORDERED, TRAINED),
+    "DoRA": (qwen2, BORDERED, {"use_dora": True}),
     "4 bits": (qwen2, Fusion(layer=True), {"change": quantised}),
     "4 bits, parts": (qwen2, PARTS, {"change": quantised}),
     "in host memory": (qwen2, BORDERED, {"change": on_host} | THREE),

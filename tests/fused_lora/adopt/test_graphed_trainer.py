@@ -373,13 +373,14 @@ def train_fused(kind, plain, folder, fusion, is_graphed, **options):
     [
         *product(SETTINGS, [False, True], ["", "full", "offload"], [""]),
         # a reference pass takes the memory that layers in 4 bits share
-        *product(["DPOTrainer"], [True], ["", "full"], ["4 bits", "FP8", "experts"]),
+        *product(["DPOTrainer"], [True], ["", "full"], ["4 bits", "FP8", "experts", "DoRA"]),
     ],
 )
 def test_a_fused_model_in_graphed_steps(kind, bf16, checkpoint, weights, tmp_path, device):
     dtype = torch.bfloat16 if bf16 else torch.float32
     change = {
         "4 bits": {"change": quantised}, "FP8": {"config": FP8_CONFIG}, "experts": EXPERTS,
+        "DoRA": {"use_dora": True},
     }.get(weights, {})  # fmt: skip
     plain = layer_case.peft_model(device, **{"dtype": dtype} | change)
     options = KEPT["accumulation, evaluation"] | {"bf16": bf16, "learning_rate": 2**-12}

@@ -161,9 +161,6 @@ def with_config(**config):
 
 
 SETTINGS = {  # of PEFT and transformers, by what makes such a model
-    "`use_dora=True` with `lora_dropout=0.05`": lambda device: peft_model(
-        device, use_dora=True, lora_dropout=0.05
-    ).train(),
     '`init_lora_weights="mica"`': with_peft(init_lora_weights="mica"),
     "`lora_dropout=1.0`": with_peft(lora_dropout=1.0),
     '`modules_to_save=["down_proj"]`': with_peft(

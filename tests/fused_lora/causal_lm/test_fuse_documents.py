@@ -20,12 +20,12 @@ WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True)
 LENGTHS = (5, 1, 9, 3)
 
 
-def pair(device, fusion, family="Qwen2", **changes):
+def pair(device, fusion, family="Qwen2", use_dora=False, **changes):
     sizes = {"attn_implementation": "sdpa", "head_dim": 32, "num_hidden_layers": 1}
     sizes |= {"use_cache": False} | changes
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a GPU has no kernels for fp32
     fused, plain, _ = beside(
-        adapt(base_model(device, family, dtype, **sizes), device).train(), fusion
+        adapt(base_model(device, family, dtype, **sizes), device, use_dora=use_dora).train(), fusion
     )
     return fused, plain
 
@@ -104,7 +104,7 @@ GEMMA_3 = SLIDING | {"head_dim": 256, "query_pre_attn_scalar": 4096}  # scores o
         ("Qwen3", PARTS, {"return_flash_attn_kwargs": True}, {}),
         ("Qwen3", WHOLE, {}, {}),
         ("Mistral", WHOLE, {}, {}),
-        ("Mistral", WHOLE, {}, {"sliding_window": 4}),
+        ("Mistral", WHOLE, {}, {"sliding_window": 4, "use_dora": True}),
         ("Qwen2", PARTS, {}, SLIDING),
         ("Gemma3Text", PARTS, {}, GEMMA_3),  # a layer with a window, and one without
         ("Gemma3Text", WHOLE, {}, GEMMA_3),

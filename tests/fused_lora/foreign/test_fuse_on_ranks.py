@@ -160,7 +160,7 @@ TRIED = [
     ("FSDP2", "experts in 4 bits"),
     ("FSDP2, all", "experts in 4 bits"),
     ("FSDP2, all, before fuse", "layer, 4 bits"),
-    *((how, "layer, DoRA") for how in ("FSDP2, all", "shard_base")),
+    *((how, "layer, DoRA") for how in ("static_graph", "FSDP2", "FSDP2, all", "shard_base")),
 ]
 
 
@@ -219,7 +219,7 @@ def kept(rank, device, how, fused, folder):
 @pytest.mark.parametrize(
     ("how", "fused"),
     [
-        ("FSDP2", "layer"), ("FSDP2", "layer, 4 bits"), ("FSDP2, all, before fuse", "layer"),
+        ("FSDP2", "layer, DoRA"), ("FSDP2", "layer, 4 bits"), ("FSDP2, all, before fuse", "layer"),
         ("FSDP2, all", "layer, 4 bits"), ("shard_base", "everything, even"),
         ("shard_base, FSDP2", "everything, even"), ("host_base", "everything, even"),
     ],

@@ -83,6 +83,8 @@ FUSIONS = {  # what we fuse, and the stream of each projection
         f"layer, {policy}": (replace(LAYER, checkpoint=policy, checkpoint_gib=gib), OF_LAYER)
         for policy, gib in (("full", None), ("offload", None), ("selective", 90e3 / 2**30))
     },
+    "DoRA": (LAYER, OF_LAYER),
+    "DoRA, offload": (replace(LAYER, checkpoint="offload"), OF_LAYER),
 }
 
 
@@ -95,7 +97,7 @@ def model_with(fusion, device, p=0.3, **options):
 # --- the same masks -------------------------------------------------------------------------------
 
 
-DRAWS = {"parts": 4, "apart": 6, "layer": 2}  # of two layers
+DRAWS = {"parts": 4, "apart": 6, "layer": 2, "DoRA": 2}  # of two layers
 
 
 @pytest.mark.slow("parts, full", "layer")
@@ -105,7 +107,7 @@ def test_each_function_draws_a_seed_once_and_drops_as_peft_with_the_same_masks(
 ):
     fusion, streams = FUSIONS[name]
     drawn = draw_one_seed(monkeypatch)
-    fused, plain = model_with(fusion, device), model_with(None, device)
+    fused, plain = (model_with(one, device, use_dora="DoRA" in name) for one in (fusion, None))
     if fusion.checkpoint == "selective":
         step(fused, length=7)  # this step measures what a layer holds
         drawn.clear()
@@ -134,6 +136,10 @@ def test_projections_of_one_adapter_share_a_mask(attention, fusion, device, monk
 
 
 BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
+PHI = {
+    "family": "Phi3", "config": {"pad_token_id": 0},
+    "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+}  # fmt: skip
 OPTIONS = {  # of one layer of a model, with more tokens than a word has bits
     "bf16, normed heads": {"family": "Qwen3", **BF16},
     "each its own rank": {"rank_pattern": {"q_proj": 3, "up_proj": 70, "down_proj": 130}},
@@ -141,10 +147,16 @@ OPTIONS = {  # of one layer of a model, with more tokens than a word has bits
         "target_modules": ["q_proj", "down_proj"], "dtype": torch.bfloat16
     },
     "norms on both sides, GELU": {"family": "Gemma3Text", "config": {"pad_token_id": 0}},
-    "joined projections": {
-        "family": "Phi3", "config": {"pad_token_id": 0},
-        "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "joined projections": PHI,
+    "DoRA, a multiplier": {
+        "family": "Granite", "config": {"residual_multiplier": 0.5}, "use_dora": True
     },
+    "DoRA in bf16": BF16 | {"use_dora": True},
+    "DoRA on q and down alone": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "DoRA, norms on both sides, GELU": {
+        "family": "Gemma3Text", "config": {"pad_token_id": 0}, "use_dora": True
+    },
+    "DoRA, joined projections": PHI | {"use_dora": True},
 }  # fmt: skip
 
 
@@ -183,12 +195,16 @@ def test_what_runs_again_drops_the_same_beside_dropout_of_pefts_own(fusion, poli
 
 
 @pytest.mark.slow("parts")
-@pytest.mark.parametrize("name", ["parts", "layer"])
+@pytest.mark.parametrize("name", ["parts", "layer", "DoRA"])
 def test_evaluation_is_exact(name, device):
-    model, without = (model_with(FUSIONS[name][0], device, p, config=ONE_LAYER) for p in (0.3, 0.0))
+    options = {"config": ONE_LAYER, "use_dora": name == "DoRA"}
+    model, without = (model_with(FUSIONS[name][0], device, p, **options) for p in (0.3, 0.0))
     inputs = batch(model)
     assert not torch.equal(model(**inputs).loss, without(**inputs).loss)
     model.eval(), without.eval()
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):  # DoRA asks the projection, LoRA its dropout
+            module.lora_dropout.train(name == "DoRA")
     assert torch.equal(model(**inputs).loss, without(**inputs).loss)
     model.train()
     # with one projection in evaluation mode, the others still drop
@@ -225,17 +241,19 @@ def in_operations(monkeypatch):
     monkeypatch.setattr(utils, "add_dropped", lambda total, x, mask: total.add_(drop(x, mask)))
 
 
-@pytest.mark.parametrize("fusion", [
-    Fusion(attention=True, checkpoint="full"),
-    *(pytest.param(FUSIONS[name][0], marks=pytest.mark.gpu) for name in FUSIONS),
+@pytest.mark.parametrize(("fusion", "use_dora"), [
+    (Fusion(attention=True, checkpoint="full"), False),
+    *(pytest.param(FUSIONS[name][0], "DoRA" in name, marks=pytest.mark.gpu) for name in FUSIONS),
 ], ids=["attention, full", *FUSIONS])  # fmt: skip
-def test_replays_draw_new_masks_and_run_layers_again_with_those(fusion, device, monkeypatch):
+def test_replays_draw_new_masks_and_run_layers_again_with_those(
+    fusion, use_dora, device, monkeypatch
+):
     """Ten steps on one batch match the eager loop, which draws the same seeds."""
     if device == "cpu":
         in_operations(monkeypatch)
-    options = {}
+    options = {"use_dora": use_dora}
     if not fusion.mlp and not fusion.layer:
-        options = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+        options["target_modules"] = ["q_proj", "k_proj", "v_proj", "o_proj"]
     run, eager = steps(model_with(None, device, **options), fusion=fusion)
     inputs = batch(run.model)
     losses = []

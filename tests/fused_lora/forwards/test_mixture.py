@@ -45,6 +45,7 @@ def model(device, name, dtype=torch.bfloat16, config=None, **lora):
     [
         ("Qwen3-MoE", {}),  # the router has an adapter as well
         ("Qwen3-MoE", ATTENTION_ALONE),
+        ("Qwen3-MoE", ATTENTION_ALONE | {"use_dora": True}),
         ("Qwen2-MoE", {}),
         ("ERNIE 4.5, mixture", EXPERTS_ALONE),
         ("gpt-oss", {}),

@@ -30,6 +30,7 @@ MODELS = {
         "family": "Gemma3Text", "modules_to_save": ["post_feedforward_layernorm"],
     },
     "magnitudes": {"use_dora": True},
+    "magnitudes, dropout": {"use_dora": True, "lora_dropout": 0.3},
     "magnitudes in bf16, norms of outputs": BF16 | {"use_dora": True, "family": "Gemma3Text"},
     "gate and up without adapters": {"target_modules": ["q_proj", "down_proj"]},
     "4 bits": BF16 | {"change": quantised},

@@ -105,14 +105,14 @@ def packed(device, seed):
     return {"input_ids": tokens, "labels": tokens, "position_ids": position_ids}
 
 
-def steps_with_kernels(fusion, device, lr, with_sinks=False, window=None):
+def steps_with_kernels(fusion, device, lr, with_sinks=False, window=None, **lora):
     """Return a step and an eager loop to compare it with."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a GPU has no kernels for fp32
     if with_sinks:
         model = OTHERS["gpt-oss"].peft_model(device, dtype, target_parameters=None).train()
     else:
         config = ONE_LAYER | {"head_dim": 32, "sliding_window": window}
-        model = peft_model(device, "Mistral", dtype, config=config)
+        model = peft_model(device, "Mistral", dtype, config=config, **lora)
     eager = copy.deepcopy(model)
     fuse(model, fusion), fuse(eager, fusion)
     step = (GraphedStep if device == "cuda" else StepRunAtCapture)(model, adamw(model, lr))
@@ -160,9 +160,13 @@ def no_warnings():
 
 
 @pytest.mark.slow("parts")
-@pytest.mark.parametrize("fusion", FUSIONS, ids=["parts", "whole"])
-def test_one_graph_takes_rows_of_any_documents(fusion, no_warnings, monkeypatch, device):
-    step, eager = steps_with_kernels(fusion, device, 2**-6, window=3)
+@pytest.mark.parametrize(
+    ("fusion", "use_dora"),
+    [*zip(FUSIONS, (False, False), strict=True), (WHOLE, True)],
+    ids=["parts", "whole", "whole, DoRA"],
+)
+def test_one_graph_takes_rows_of_any_documents(fusion, use_dora, no_warnings, monkeypatch, device):
+    step, eager = steps_with_kernels(fusion, device, 2**-6, window=3, use_dora=use_dora)
     calls = [fill_row(packed(device, seed), 10) for seed in SEEDS[device]]
     masks = train_as_eager(step, eager, calls, 1e-5, fusion, monkeypatch)
     assert set(masks) == {((1, 1, 2, 10), torch.int32)}

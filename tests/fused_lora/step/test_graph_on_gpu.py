@@ -44,6 +44,8 @@ FUSED = {
     "whole layers, normed heads": ("Qwen3", Fusion(**ALL, layer=True)),
     "whole layers, biases and norms trained": ("Qwen2", AGAIN, TRAINED),
     "whole layers, one product for q, k and v": ("Phi3", AGAIN, TRAINED),
+    "whole layers, DoRA": ("Qwen2", AGAIN, {"use_dora": True}),
+    "whole layers, DoRA in 4 bits": ("Qwen2", IN_4_BITS, {"use_dora": True, "change": quantised}),
     "parts in 4 bits": ("Qwen2", Fusion(**ALL, checkpoint="full"), {"change": quantised}),
     "whole layers in 4 bits": ("Qwen2", IN_4_BITS, {"change": quantised}),
     "whole layers in host memory": ("Qwen2", AGAIN, {"change": on_host}),

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
 from functools import partial
 
 import pytest
@@ -70,12 +71,14 @@ def host(one):
     return torch.cat(pieces).view(torch.float32).tolist()
 
 
-def layers(count, tensors, copies, memory):
+def layers(count, tensors, copies, memory, keeps=False):
     """Return `count` layers in a row, each offloading `tensors` tensors as `Offload` does."""
     found = []
     for i in range(count):
         if found:
-            found[-1][0].layer.let_go()
+            *_, last = found[-1]
+            last.layer.kept_last = weakref.ref(last) if keeps else None
+            last.layer.end()
         layer = _Layer(found[-1][0].layer if found else None)
         found.append(
             [
@@ -115,6 +118,14 @@ def test_a_layers_tensors_go_and_come_together_and_each_is_copied_once(streams):
             assert all(t.on_gpu is None for earlier in found[:i][:-1] for t in earlier)
     # each copy first waits for the computation. The last layer makes no copies
     assert len(copies.queue) + copies.done == 2 * (9 + 6) and back == 2 * 9
+
+
+def test_what_a_layer_keeps_last_has_the_next_layers_time_for_its_copy(streams):
+    user, copies = streams
+    one, two, three = layers(3, 2, copies, None, keeps=True)
+    assert [t.on_gpu is None for t in (*one, *two, *three)] == [True, True, True, *[False] * 3]
+    user.run()
+    assert copies.done == two[0].copied[1] > one[1].copied[1]  # two[1]'s is not waited for
 
 
 def test_it_comes_back_a_second_time_for_a_retained_graph(streams):
@@ -361,7 +372,8 @@ def test_a_models_gradients_are_right_however_late_the_copies_are(name, monkeypa
     assert len(full) == (inputs < 3)
     # the last of the three is still on the GPU when backward needs it. So two come back in each
     # step: their input, and in whole layers also a, t and za (`decoder_layer.py`)
-    assert len(moved) == 3 * (min(inputs, 2) + 3 * min(kept, 2))
+    # the last layer's all stay, and what the one before it has kept last
+    assert len(moved) == 3 * (min(inputs, 2) + 3 * min(kept, 2) - bool(kept))
 
 
 def test_a_copy_has_streams_and_host_memory_of_its_own():

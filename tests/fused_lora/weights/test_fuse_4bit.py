@@ -66,6 +66,7 @@ FORMS = {
     "packed rows": ({}, {"config": {"head_dim": 32}}),
     "padded rows": ({}, {}),
     "magnitudes": ({}, {"use_dora": True}),
+    "magnitudes, dropout": ({}, {"use_dora": True, "lora_dropout": 0.25}),
 }  # fmt: skip
 # Inputs beside the tokens, [2, SHORT].
 INPUTS = {

@@ -109,6 +109,7 @@ CASES = {
     "large B": {"scale": 30.0},
     "dropout": {"lora_dropout": 0.25},
     "magnitudes": {"use_dora": True},
+    "magnitudes, dropout": {"use_dora": True, "lora_dropout": 0.25},
     "magnitudes, a bias and a multiplier": {
         "family": "Granite",
         "use_dora": True,

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from cases import fp8_case
 from cases.fused_case import SHORT, step
-from cases.layer_case import EVERYTHING, NAMES, pair
+from cases.layer_case import EVERYTHING, LAYER, NAMES, pair
 from cases.peft_models import assert_equal, ids
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 ONE_LAYER = {"num_hidden_layers": 1}
 FUSIONS = {
     "layers": lambda device: pair(device, EVERYTHING, config=ONE_LAYER),
+    "layers, DoRA": lambda device: pair(device, LAYER, config=ONE_LAYER, use_dora=True),
     "layers in FP8": fp8_case.pair,
 }
 
@@ -115,6 +116,7 @@ def zero(model, only=""):
     [
         *(("layers", way) for way in WAYS),
         *(("layers in FP8", way) for way in WAYS),
+        ("layers, DoRA", "safetensors.save_model"),
     ],
 )
 def test_what_was_saved_is_loaded(kind, way, tmp_path, device, caplog):
@@ -164,9 +166,12 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.parametrize("kind", ["layers", "layers, DoRA"])
 @pytest.mark.parametrize("way", ADAPTERS)
-def test_adapters_are_saved_without_a_copy_of_base_weights(way, tmp_path, device, monkeypatch):
-    fused, plain, _ = FUSIONS["layers"](device)
+def test_adapters_are_saved_without_a_copy_of_base_weights(
+    way, kind, tmp_path, device, monkeypatch
+):
+    fused, plain, _ = FUSIONS[kind](device)
     want, (save, load) = values(plain), ADAPTERS[way]
     monkeypatch.setattr(BufferedWeight, "_copy", None)
     save(fused, tmp_path)
