@@ -296,17 +296,18 @@ def test_a_base_that_host_memory_cannot_hold_is_refused_before_it_is_read(tmp_pa
     host_base(model, layers_on_gpu=1)  # half of them do
 
 
-def test_layers_stay_on_the_gpu_as_many_as_fit_evenly(monkeypatch):
-    model = peft_model("cpu", config=FIVE)
+@pytest.mark.parametrize("in_4_bits", [False, True])
+def test_layers_stay_on_the_gpu_as_many_as_fit_evenly(in_4_bits, monkeypatch):
+    model = peft_model("cpu", config=FIVE, **({"change": quantised} if in_4_bits else {}))
     linear = [one.base_layer for one in layer_of(model).modules() if hasattr(one, "base_layer")]
     per_layer = sum(one.weight.nbytes for one in linear)
-    per_token = 4 * sum(sum(one.weight.shape) for one in linear)
+    per_token = 4 * sum(one.in_features + one.out_features for one in linear)
     monkeypatch.setattr(where_base_lies, "_device_of", lambda weight: torch.device("cuda", 0))
     others = [p for name, p in model.named_parameters() if ".base_layer.weight" not in name]
     fixed = sum(one.nbytes * (4 if one.requires_grad else 1) for one in others)
-    fixed += 2 * per_layer + 16448 * per_token
+    fixed += 16448 * per_token + (6 + 5 / 32 if in_4_bits else 2) * per_layer  # buffers, scales
     for layers, free in ((0, 0), (0, fixed), (2, fixed + 3 * per_layer - 1), (5, 100 * fixed)):
-        monkeypatch.setattr(where_base_lies, "_free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(where_base_lies, "_free_bytes", lambda device, free=free: int(free))
         bases = where_base_lies._bases_of_layers(model, HostRows)
         assert where_base_lies._layers_that_fit(model, bases) == layers
     kept = [[bases not in where_base_lies._all_but(n, [*range(5)]) for bases in range(5)]
