@@ -306,7 +306,12 @@ def test_layers_stay_on_the_gpu_as_many_as_fit_evenly(in_4_bits, monkeypatch):
     others = [p for name, p in model.named_parameters() if ".base_layer.weight" not in name]
     fixed = sum(one.nbytes * (4 if one.requires_grad else 1) for one in others)
     fixed += 16448 * per_token + (6 + 5 / 32 if in_4_bits else 2) * per_layer  # buffers, scales
-    for layers, free in ((0, 0), (0, fixed), (2, fixed + 3 * per_layer - 1), (5, 100 * fixed)):
+    for layers, free in (
+        (0, 0),
+        (1, fixed + per_layer),
+        (2, fixed + 3 * per_layer - 1),
+        (5, 100 * fixed),
+    ):
         monkeypatch.setattr(where_base_lies, "_free_bytes", lambda device, free=free: int(free))
         bases = where_base_lies._bases_of_layers(model, HostRows)
         assert where_base_lies._layers_that_fit(model, bases) == layers
