@@ -333,11 +333,13 @@ class Held(Recorded):
             return (lambda: None), body()
 
 
-def test_a_captured_backward_holds_no_hidden_states_and_no_gradient_of_embeddings(monkeypatch):
+def test_a_captured_backward_holds_no_hidden_states_and_no_gradient_of_embeddings(
+    device, monkeypatch
+):
     """Though a trainer has the embeddings require one."""
     monkeypatch.setattr(module, "EAGER_CALLS", 0)
     monkeypatch.setattr(GraphedModule, "_backend", Held)
-    model = layer_case.peft_model("cpu", config={"num_hidden_layers": 2})
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 2})
     fuse(model, Fusion(layer=True, checkpoint="full"))
     model.enable_input_require_grads()
     decoder = model.get_base_model().model
@@ -355,7 +357,7 @@ def test_a_captured_backward_holds_no_hidden_states_and_no_gradient_of_embedding
 
     monkeypatch.setattr(GraphedModule, "_backward", seen)
     with graphed.in_place():
-        decoder(**batch(0, "cpu"))
+        decoder(**batch(0, device))
     assert not graphed.told
     assert is_held == [True, False]  # the second layer is recomputed from the first one's
     assert embedded[0].requires_grad and embedded[0].grad is None
