@@ -209,6 +209,10 @@ class GraphedModule:
         copy_into(buffers, inputs)
         if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in trained):
             raise ValueError("a parameter has hooks, which a graph would not call: remove them")
+        tensors = [one for one in buffers.values() if isinstance(one, Tensor)]
+        rows = max((one.shape[:2].numel() for one in tensors), default=0)
+        for policy in policies_in(self.module) if trained else ():
+            policy.offload.prepare(rows)
         gradients = [one.grad for one in trained]
         for one in trained:
             self._replays.sums.setdefault(one, torch.zeros_like(one))

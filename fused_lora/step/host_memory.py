@@ -54,8 +54,14 @@ class HostMemory:
 
     def room(self, in_capture: bool) -> int:
         """Return how many bytes a call can take now. A capture takes what is pinned already."""
-        more = 0 if in_capture else max(self.limit_bytes - self.pinned_bytes, 0)
-        return self._free_bytes(in_capture) + more // SLAB_BYTES * SLAB_BYTES
+        return self._free_bytes(in_capture) + (0 if in_capture else self._unpinned_bytes())
+
+    def reserve(self, wanted: int, least: int) -> None:
+        """Pin until a capture finds `wanted` bytes or, if the limit is below that, `least`."""
+        room = self.room(in_capture=True) + self._unpinned_bytes()
+        size = wanted if wanted <= room else least
+        while self.room(in_capture=True) < size and self._unpinned_bytes():
+            self._pin()
 
     def take(self, size: int, in_capture: bool) -> Taken | None:
         """Return memory for `size` bytes, or None if there is no room."""
@@ -86,6 +92,9 @@ class HostMemory:
     def _free_bytes(self, in_capture: bool) -> int:
         self._collect()
         return sum(end - first for ranges in self._usable(in_capture) for first, end in ranges)
+
+    def _unpinned_bytes(self) -> int:
+        return max(self.limit_bytes - self.pinned_bytes, 0) // SLAB_BYTES * SLAB_BYTES
 
     def _collect(self) -> None:
         """Merge what was given back into what is free."""

@@ -51,6 +51,7 @@ class Offload:
         self._layer: _Layer | None = None
         self._keeps: bool | None = None  # in this forward, what `once` keeps
         self._most_kept = 0.0  # by a layer's `once`, in sizes of its input
+        self._row_bytes = 0  # of the inputs of all layers
         self._said_full = False
 
     def __reduce__(self):
@@ -75,10 +76,19 @@ class Offload:
         """Return how `once` keeps results in the layers of this forward. None if there is no room
         for them beside their inputs, which are like `given`, the first one's."""
         if self._keeps is None:
+            self._row_bytes = inputs * given.shape[-1] * given.itemsize
             room = self.memory.room(is_capturing(given))
-            kept = self._most_kept or UNSEEN_KEPT
-            self._keeps = room >= inputs * (1 + kept) * given.nbytes
+            self._keeps = room >= self._bytes_with_kept(given.shape[:-1].numel())
         return Keep(partial(self._out_kept, given.nbytes), self.back) if self._keeps else None
+
+    def _bytes_with_kept(self, rows: int) -> int:
+        return int(rows * self._row_bytes * (1 + (self._most_kept or UNSEEN_KEPT)))
+
+    def prepare(self, rows: int) -> None:
+        """Pin what a capture of this many rows needs, which cannot pin: no eager call may have had
+        as many."""
+        if self._row_bytes:
+            self.memory.reserve(self._bytes_with_kept(rows), rows * self._row_bytes)
 
     def _out_kept(self, input_bytes: int, tensor: Tensor) -> "Tensor | _Offloaded":
         saved = self.out(tensor)

@@ -17,6 +17,7 @@ from fused_lora.step import graphed_module as module
 from fused_lora.step.graph import EAGER_CALLS
 from fused_lora.step.graphed_module import CACHES, GraphedModule
 from fused_lora.step.masks import MASK
+from fused_lora.step.offload import Offload
 
 CALLS = 5  # two of them eager
 
@@ -134,8 +135,9 @@ def test_packed_rows_of_another_length_are_captured_at_their_next_call(rows, dev
     at."""
     graphed, twin = pair(device, monkeypatch, config={"head_dim": 32}, **layer_case.BF16)
     for one in (graphed.module, twin):
-        fuse(one, Fusion(layer=True))
-    capture = graphed._capture
+        fuse(one, Fusion(layer=True, checkpoint="offload"))
+    capture, prepared = graphed._capture, []
+    monkeypatch.setattr(Offload, "prepare", lambda _, rows: prepared.append(rows))
 
     def capture_later(form, *others):
         if "fails" in rows and form.eager_calls < EAGER_CALLS:
@@ -154,6 +156,7 @@ def test_packed_rows_of_another_length_are_captured_at_their_next_call(rows, dev
     assert graphed.captured == 3
     calls = [form.eager_calls for form in graphed._forms.values()]
     assert calls == ([1, 2, 0] if rows == "packed" else [2, 2, 2])
+    assert prepared == [14, 12, 10]  # a capture can pin no host memory
 
 
 def test_an_eager_backward_does_not_trust_memory_that_a_replay_has_written(device, monkeypatch):

@@ -248,6 +248,49 @@ def test_a_graphs_memory_is_for_graphs_alone_and_all_of_it_is_within_the_limit(n
         assert wanted is None or memory.pinned_bytes == wanted * SLAB
 
 
+# in slabs: the limit, what a graph and eager calls have, what the longer one wants, and at least
+RESERVED = {
+    "it fits": (9, 2, 1, (6, 3), 6),
+    "the limit is below": (5, 2, 1, (6, 3), 3),
+    "it is below the least": (5, 2, 1, (8, 7), 5),
+    "it is there": (9, 2, 3, (5, 3), 5),
+    "it is there in part": (9, 4, 1, (7, 3), 7),
+}
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_a_capture_finds_what_was_reserved(name, monkeypatch):
+    pinned(monkeypatch)
+    limit, by_graph, eager, (wanted, least), found = RESERVED[name]
+    memory = HostMemory(limit * SLAB)
+    memory.take(by_graph * SLAB, False).give_back()
+    memory.take(by_graph * SLAB, True).give_back()
+    memory.take(eager * SLAB, False).give_back()
+    memory.reserve(wanted * SLAB, least * SLAB)
+    assert memory.room(in_capture=True) == memory.pinned_bytes == found * SLAB
+
+
+def test_a_capture_of_more_rows_than_eager_calls_had_keeps_as_much(streams, monkeypatch):
+    ours, waiting = Offload(2**20), []
+    monkeypatch.setattr(offload, "_is_worth_it", torch.is_floating_point)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams[1])
+    for rows, in_capture in ((40, False), (70, True)):
+        monkeypatch.setattr(offload, "is_capturing", lambda tensor, now=in_capture: now)
+        if in_capture:
+            assert ours.memory.room(in_capture) < 3 * 3 * rows * 64
+            ours.prepare(rows)
+        ours.start()
+        given = Gpu.tensor(torch.zeros(1, rows, 16))
+        for _ in range(3):
+            keep = ours.keep(given, 3)
+            ours.hooks()
+            held = [ours.out(given), keep and keep.out(Gpu.tensor(torch.zeros(1, rows, 32)))]
+            assert all(isinstance(one, _Offloaded) for one in held)
+            waiting.extend(held)
+        assert str(ours).endswith("inputs of 3 of 3 layers, attention of 3")
+        waiting.clear()
+
+
 def test_where_the_system_pins_no_more_the_limit_is_what_there_is(monkeypatch):
     sizes = pinned(monkeypatch)
     memory = HostMemory(2**20)
