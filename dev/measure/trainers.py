@@ -5,8 +5,9 @@
 SFT packs chats into rows; "padded SFT", DPO and GRPO pad them. Weights are random, chats are ours,
 and all runs see the same ones. Each computes its library's own loss, so memory differs by that too.
 Steps are timed by the wall, for GRPO also without generation. In the first 40 a trainer captures a
-graph for each of up to eight lengths. --no-checkpointing keeps all activations. Plain PEFT a second
-time, --runs "plain PEFT" fused "plain PEFT", shows the noise. Needs trl, and a GPU.
+graph for each of up to eight lengths. The other runs skip all but the last 10 of these, and are
+timed on the same batches. --no-checkpointing keeps all activations. Plain PEFT a second time,
+--runs "plain PEFT" fused "plain PEFT", shows the noise. Needs trl, and a GPU.
 """
 
 import argparse
@@ -36,6 +37,7 @@ RUNS = {
     "GRPO": (PLAIN, FUSED, GRAPHED),
 }
 SIZES = {"--warm-up": 40, "--steps": 20, "--batch-size": 4, "--tokens": 1024, "--completion": 128}
+WITHOUT_GRAPHS = 10  # steps of the warm-up that a run without graphs takes
 LORA = Lora(rank=32, alpha=64)
 COLUMNS = (
     "trainer", "run", "ms a step", "ms without generation", "labelled tokens/s", "speedup",
@@ -48,7 +50,7 @@ class Speed(NamedTuple):
     generation_ms: float  # of each step; 0 where a trainer generates nothing
     tokens_per_s: float  # those with a label; 0 where the trainer makes labels itself
     peak_gib: float  # reserved; 0 without a GPU
-    loss: float  # the mean of all steps
+    loss: float  # the mean of the timed steps
 
 
 def data_of(kind: str) -> list[dict[str, Any]]:
@@ -149,6 +151,7 @@ def measure(send: Any, kind: str, run: str, asked: argparse.Namespace, checkpoin
     from transformers import TrainerCallback
 
     labels: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []
     generation_s: list[float] = []
 
     class Clock(TrainerCallback):
@@ -158,6 +161,7 @@ def measure(send: Any, kind: str, run: str, asked: argparse.Namespace, checkpoin
             if state.global_step == asked.warm_up:
                 synchronize()
                 labels.clear()
+                losses.clear()
                 generation_s.clear()
                 self.began = time.perf_counter()
 
@@ -174,19 +178,22 @@ def measure(send: Any, kind: str, run: str, asked: argparse.Namespace, checkpoin
             )  # fmt: skip
             send(str(fuse(trainer.model, fusion)))
             graphs = graph_steps(trainer) if run == GRAPHED else None
-        step = trainer.training_step
+        step, first = trainer.training_step, asked.warm_up - WITHOUT_GRAPHS
 
         def counted_step(model: Any, inputs: Any, *others: Any, **options: Any) -> torch.Tensor:
+            if run != GRAPHED and trainer.state.global_step < first:
+                return torch.zeros((), device=trainer.args.device)
             if "labels" in inputs:
                 labels.append(inputs["labels"])
-            return step(model, inputs, *others, **options)
+            losses.append(step(model, inputs, *others, **options))
+            return losses[-1]
 
         trainer.training_step = counted_step
         if kind == "GRPO":
             trainer._generate = timed(trainer._generate, generation_s)
         if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
-        loss = trainer.train().training_loss
+        trainer.train()
         synchronize()
         seconds = time.perf_counter() - clock.began
         if run == GRAPHED:
@@ -194,6 +201,7 @@ def measure(send: Any, kind: str, run: str, asked: argparse.Namespace, checkpoin
     tokens = sum(int((label != -100).sum()) for label in labels)
     peak_gib = torch.cuda.max_memory_reserved() / 2**30 if ON_GPU else 0.0
     ms_per_step, generation_ms = (1e3 * one / asked.steps for one in (seconds, sum(generation_s)))
+    loss = torch.stack(losses).mean().item()
     send(Speed(ms_per_step, generation_ms, tokens / seconds, peak_gib, loss))
 
 
