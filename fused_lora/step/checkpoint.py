@@ -47,9 +47,9 @@ POLICIES = ("none", "full", "offload", "selective")
 # 14.68 in tiles of 2,048 rows, as of 4,096 and 8,192: attention makes the peak. Up to 16,384 tokens
 # such tiles gain nothing (9.42 GiB with and without: the loss and the last layer), and their
 # launches cost an eager step 1.4% at 32 x 512 of Qwen2.5-3B's. A whole last layer holds 70 kB a
-# row there and 100 KiB at an 8B's, which is 1.1 and 1.6 GiB at 16,384 rows; the loss takes 0.3 GiB
-# for a chunk of logits at any number of rows. Recomputing one layer of 36 is 0.6% of a step of 32 x
-# 512 tokens, where 35 take 100 of 479 ms.
+# row there and 100 KiB at an 8B's, which is 1.1 and 1.6 GiB at 16,384 rows; the loss takes 0.15
+# GiB for a chunk of logits at any number of rows. Recomputing one layer of 36 is 0.6% of a step of
+# 32 x 512 tokens, where 35 take 100 of 479 ms.
 TILE_ROWS = 8224  # 32 x 512 tokens are in one piece
 # In graphs launches cost little. A trainer's rows are short, and MLPs and the last layer would make
 # the peak: a row of Qwen2.5-3B's takes 110 KiB of a tile.

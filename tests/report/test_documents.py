@@ -284,7 +284,7 @@ def test_the_memory_page_has_the_numbers_of_its_records(runs):
     for kind, count, listed in trainers:
         lines = re.findall(rf"^{kind} {count} .*?1024 +(.*)", record, re.MULTILINE)
         today = re.sub(r"before: graphs \S+ ", "", " ".join(lines))
-        measured = dict(re.findall(r"(\w+) (\d\.\d\d)", today.replace("plain", "PEFT")))
+        measured = dict(re.findall(r"(\w+) (\d\.\d+)", today.replace("plain", "PEFT")))
         given = dict(re.findall(r"(\w+) ([\d.]+)", listed))
         assert given.keys() == measured.keys()
         assert about(given.values(), [measured[one] for one in given])
