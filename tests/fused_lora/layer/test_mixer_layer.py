@@ -71,12 +71,23 @@ def test_output_and_gradients_are_within_the_error_budget(dtype, mixer, device):
     check(device, (3, 13), mixer=mixer, **DTYPES[dtype])
 
 
+@pytest.mark.slow("fp16-delta net", "fp32-convolution")
+@EACH
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_magnitudes_are_within_the_error_budget(dtype, mixer, device):
+    check(device, (3, 13), mixer=mixer, use_dora=True, **DTYPES[dtype])
+
+
 OPTIONS = {
     "as many heads of q as of v": {"config": {"linear_num_key_heads": 4}},
     "each its own rank and scale": {
         "rank_pattern": {"in_proj_z": 3, "out_proj": 12}, "alpha_pattern": {"in_proj_qkv": 5}
     },
     "adapters on some": {"target_modules": ["in_proj_qkv", "in_proj_a", "down_proj"]},
+    "magnitudes of some": {
+        "target_modules": ["in_proj_qkv", "in_proj_a", "down_proj"], "use_dora": True
+    },
+    "a magnitude of the last alone": {"target_modules": ["out_proj"], "use_dora": True},
     "2 taps": {"config": {"linear_conv_kernel_dim": 2}},
     "biases": {"mixer": "convolution", "config": {"conv_bias": True}},
     "a trained convolution": {"mixer": "convolution", "modules_to_save": ["conv.conv"]},
