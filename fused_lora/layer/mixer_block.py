@@ -35,9 +35,9 @@ from .block import (
     Left,
     add_output,
     adds_to_copy,
+    enter,
     handed_over,
     rows_for_output,
-    scaled_inputs,
 )
 from .buffer import Incoming
 from .filling import Adapter
@@ -140,19 +140,13 @@ class BeforeMixer(torch.autograd.Function):
         check_adapters(NAME, adapters, frame.inputs)
         frame.filling.fill((frame.inputs,), adapters)
         factors = frame.factors(trained)
-        group = frame.scaled(factors).inputs
         if mask is not None:
             mask = mask.reshape(-1, 1) != 0
         x = _masked_rows(hidden, mask)
         dropouts = draw_dropouts(NAME, frame, len(x), of_output=False)
-        projected, n, rstd = group.buffer.project_norm(
-            x, frame.norm, group.base_bias, dropouts.inputs, None, in_fp32=group.scale is not None
-        )
-        unscaled = None
-        if group.scale is not None:
-            projected, unscaled = scaled_inputs(group, projected, n.x, dropouts.inputs)
+        projected, entered = enter(frame.scaled(factors), x, dropouts.inputs, None)
         store(ctx, SavedBefore(
-            hidden, Entered(n, rstd, mask, unscaled), projected, ends, frame._replace(seed=None),
+            hidden, entered._replace(mask=mask), projected, ends, frame._replace(seed=None),
             factors, tuple(adapters), dropouts, kinds_of(trained),
         ))  # fmt: skip
         return *ends.enter(_parts(frame, projected, hidden)), hidden
