@@ -8,8 +8,10 @@
 A family is a model_type of transformers, in its default sizes, or a config.json. --layers keeps
 only the first ones, because plain PEFT needs the memory. All runs have the same random weights and
 tokens: a base in bf16, fp32 adapters with rank 16 on all linear layers, and 8 rows of 512 tokens,
-without checkpointing. PEFT counts the experts of some mixtures as linear layers; --experts adds
-those of the others. GPU time is how long kernels run in a step, the mean of three.
+without checkpointing. PEFT counts the experts of some mixtures as linear layers, and adapts their
+gate_up_proj with twice the rank and their router. --experts adapts the experts of all mixtures with
+one rank and no router, as Unsloth does. GPU time is how long kernels run in a step, the mean of
+three.
 """
 
 import argparse
@@ -119,7 +121,7 @@ def family_model(run: str, checkpoint: Path, asked: argparse.Namespace) -> Any:
             device = "cuda" if ON_GPU else "cpu"
             quantize_experts(model, asked.quantize, device=device)
             model.to(device)
-        model = get_peft_model(model, lora_config(asked.experts))
+        model = get_peft_model(model, lora_config(model, asked.experts))
     model.config.use_cache = False
     torch.manual_seed(0)
     with torch.no_grad():
@@ -129,12 +131,15 @@ def family_model(run: str, checkpoint: Path, asked: argparse.Namespace) -> Any:
     return model.train()
 
 
-def lora_config(experts: bool) -> Any:
+def lora_config(model: Any, experts: bool) -> Any:
+    """Return adapters on all linear layers, or on the model's and on all its experts. Where
+    "all-linear" means experts, PEFT adapts routers, too, and doubles the rank of gate_up_proj."""
     from peft import LoraConfig
 
-    added = [*EXPERTS] if experts else None
+    if not experts:
+        return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
     return LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", target_parameters=added
+        r=RANK, lora_alpha=ALPHA, target_modules=linear_names(model), target_parameters=[*EXPERTS]
     )
 
 
@@ -145,7 +150,7 @@ def adapted_experts(checkpoint: Path, experts: bool) -> list[str]:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
-        adapted: Any = get_peft_model(model, lora_config(experts))
+        adapted: Any = get_peft_model(model, lora_config(model, experts))
     names = adapted.peft_config["default"].target_parameters or ()
     names = {name.removeprefix("experts.") for name in names}
     return sorted(name for name in names if "." not in name)  # others are routers
@@ -219,9 +224,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="pairs",
                         help="change a value, in JSON; may be given again")  # fmt: skip
     parser.add_argument("--experts", action="store_true",
-                        help="adapt experts that all-linear leaves out")  # fmt: skip
+                        help="adapt linear layers and experts with one rank")  # fmt: skip
     parser.add_argument("--quantize", choices=("nf4", "fp4", "mxfp4"),
-                        help="keep experts in 4 bits (and Unsloth attention)")  # fmt: skip
+                        help="keep experts in 4 bits; Unsloth's attention, too")  # fmt: skip
     parser.add_argument("--attention", choices=("eager", "sdpa"),
                         help="of plain PEFT and fused (default: transformers chooses)")  # fmt: skip
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="(default: all)")

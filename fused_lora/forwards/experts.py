@@ -183,10 +183,13 @@ def run_experts(
 ) -> Tensor:  # fmt: skip
     """Run experts as one function. owner: the module whose forward this is."""
     gate = read.gate
-    (both, down), buffers = in_memory(owner, [read.gate_up.by_expert(), read.down.by_expert()])
+    reads = [read.gate_up.by_expert(), read.down.by_expert()]
+    (both, down), in_turns = in_memory(owner, reads)
+    buffers = iter(in_turns)
+    writes = [partial(write_again, [next(buffers)]) if one.is_packed else None for one in reads]
     frozen = FrozenExperts(
         _matrices(both, gate), _matrices(down, gate), both.scaling, down.scaling, gate,
-        both.bias, down.bias, write=partial(write_again, buffers) if buffers else None,
+        both.bias, down.bias, True, *writes,
     )  # fmt: skip
 
     def run(output_needed: bool) -> Tensor:

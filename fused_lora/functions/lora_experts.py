@@ -25,7 +25,7 @@ weights. In bf16 the sum also rounds B A to the grid of W. With B near 1e-3 that
 adapter's output by 23%. Here no sum exists: an adapter takes matmuls of r columns. w multiplies h,
 which is narrower than the output, and its gradient takes no output either.
 
-Saved: x, [gate, up] and z. The rows of x are copied again in backward. Matmuls are PyTorch's
+Saved: x, [gate, up], z and h Ad'. The rows of x are copied again in backward. Matmuls are PyTorch's
 grouped ones; the passes between them are `kernels/routed_rows.py`.
 """
 
@@ -65,9 +65,9 @@ class FrozenExperts(NamedTuple):
         gate_up_weight.
     gate_up_bias, down_bias: frozen.
     output_needed: as in FrozenMLP, False for a recompute whose output nobody reads.
-    write: for weights in memory that others write into until backward. Forward and backward call
-        it with `Routing.ends` before they read these weights, unless they still lie there. Experts
-        without rows need not be written.
+    write_gate_up, write_down: for a weight in memory that others write into, perhaps the other
+        weight. Forward and backward call them with `Routing.ends` right before they multiply the
+        weight. Experts without rows need not be written.
     """
 
     gate_up_weight: Tensor  # [experts, 2 intermediate, hidden]
@@ -78,7 +78,8 @@ class FrozenExperts(NamedTuple):
     gate_up_bias: Tensor | None = None  # [experts, 2 intermediate]
     down_bias: Tensor | None = None  # [experts, hidden]
     output_needed: bool = True
-    write: Callable[[Tensor], None] | None = None
+    write_gate_up: Callable[[Tensor], None] | None = None
+    write_down: Callable[[Tensor], None] | None = None
 
 
 class Routing(NamedTuple):
@@ -144,9 +145,9 @@ class LoRA_Experts(torch.autograd.Function):
         if it is on, else x's. The sum is rounded once. Each gradient has the dtype of its tensor.
         An expert without tokens gets gradients of zero.
 
-    Saves for backward: x, gate and up [rows, 2 intermediate], z, the adapters and the weights in
-    the dtype of the computation. Writes to no input. Deterministic. Not twice differentiable.
-    Waits for no GPU in bf16; in fp16 and fp32 PyTorch's grouped matmuls do.
+    Saves for backward: x, gate and up [rows, 2 intermediate], z and h Ad' [rows, r], the adapters
+    and the weights in the dtype of the computation. Writes to no input. Deterministic. Not twice
+    differentiable. Waits for no GPU in bf16; in fp16 and fp32 PyTorch's grouped matmuls do.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a base weight requires a gradient.
@@ -161,7 +162,7 @@ class LoRA_Experts(torch.autograd.Function):
         _check_residual(x, dtype, residual)
         ctx.dtype_of_x, ctx.dtype_of_weights = x.dtype, weights.dtype
         ctx.likes = [None if one is None else (one.shape, one.dtype) for one in given]
-        ctx.gate, ctx.write = frozen.gate, frozen.write
+        ctx.gate, ctx.writes = frozen.gate, (frozen.write_gate_up, frozen.write_down)
         ctx.scalings = gate_up_scaling, down_scaling = frozen.gate_up_scaling, frozen.down_scaling
         x = x.to(dtype)
         check_runnable("LoRA_Experts", _sum_routed_kernel, x)
@@ -172,25 +173,22 @@ class LoRA_Experts(torch.autograd.Function):
         gate_up_A, gate_up_B, down_A, down_B = adapters
 
         routing = route(chosen, len(frozen.down_weight))
-        if frozen.write is not None:
-            frozen.write(routing.ends)
         gate_up_weight = frozen.gate_up_weight.to(dtype)
         down_weight = frozen.down_weight.to(dtype)
         weight = weights.reshape(-1)[routing.order]
         rows = x.reshape(-1, x.shape[-1])[routing.tokens]
         z = None if gate_up_A is None else _grouped(rows, gate_up_A, routing.ends)
         addend = None if z is None else _grouped(z, gate_up_B, routing.ends)
-        base = _grouped(rows, gate_up_weight, routing.ends)
+        base = _grouped(rows, gate_up_weight, routing.ends, frozen.write_gate_up)
         del rows  # [rows, hidden]
         gate_up, hidden = routed_swiglu_forward(
             base, addend, gate_up_scaling, weight, frozen.gate, frozen.gate_up_bias, routing.experts
         )
         del base, addend
+        z_down = None if down_A is None else _grouped(hidden, down_A, routing.ends)
         if frozen.output_needed:
-            addend = None
-            if down_A is not None:
-                addend = _grouped(_grouped(hidden, down_A, routing.ends), down_B, routing.ends)
-            base = _grouped(hidden, down_weight, routing.ends)
+            addend = None if z_down is None else _grouped(z_down, down_B, routing.ends)
+            base = _grouped(hidden, down_weight, routing.ends, frozen.write_down)
             bias = frozen.down_bias
             bias = None if bias is None else RoutedBias(bias, routing.experts, weight)
             output = sum_routed(base, addend, down_scaling, routing.places, residual, bias)
@@ -198,21 +196,20 @@ class LoRA_Experts(torch.autograd.Function):
             output = (x if residual is None else residual).new_zeros(1).expand(x.shape)
         need_A = ctx.needs_input_grad[2]
         ctx.save_for_backward(
-            x if need_A else None, weight, gate_up, z, *adapters, gate_up_weight, down_weight,
-            frozen.down_bias, chosen, *routing,
+            x if need_A else None, weight, gate_up, z, z_down, *adapters, gate_up_weight,
+            down_weight, frozen.down_bias, chosen, *routing,
         )  # fmt: skip
         return output
 
     @staticmethod
     def backward(ctx, grad_output):
         refuse_second_derivative("LoRA_Experts", "the unfused experts")
-        x, weight, gate_up, z, *others = ctx.saved_tensors
+        x, weight, gate_up, z, z_down, *others = ctx.saved_tensors
         gate_up_A, gate_up_B, down_A, down_B, *others = others
         gate_up_weight, down_weight, down_bias, chosen, *routed = others
         routing = Routing(*routed)
         ends, (gate_up_scaling, down_scaling) = routing.ends, ctx.scalings
-        if ctx.write is not None:  # after a recompute, which ctx.saved_tensors may start
-            ctx.write(ends)
+        write_gate_up, write_down = ctx.writes
         need_x, need_weights, need_A, need_B, need_down_A, need_down_B, *_ = ctx.needs_input_grad
         tokens = routing.tokens
         grad_x = grad_weights = grad_A = grad_B = grad_down_A = grad_down_B = None
@@ -223,9 +220,12 @@ class LoRA_Experts(torch.autograd.Function):
         grad = by_token[tokens]
         p = None if down_A is None else _grouped(grad, down_B.mT, ends)
         addend = None if p is None else _grouped(p, down_A.mT, ends)
-        base = _grouped(grad, down_weight.mT, ends)
+        base = _grouped(grad, down_weight.mT, ends, write_down)
+        if need_down_B:
+            grad_down_B = _like(like_down_B, _by_expert(grad, z_down, ends), down_scaling)
+        del grad  # [rows, hidden]
         hidden, grad_gate_up, grad_weight = routed_swiglu_backward(
-            base, addend, down_scaling, gate_up, weight, ctx.gate
+            base, addend, down_scaling, gate_up, weight, ctx.gate, need_down_A
         )
         del base, addend
         if need_weights:
@@ -235,12 +235,9 @@ class LoRA_Experts(torch.autograd.Function):
                     by_expert = by_token @ down_bias.to(by_token.dtype).t()
                 grad_weights += by_expert.gather(1, _flat(chosen)).view(chosen.shape)
             grad_weights = grad_weights.to(ctx.dtype_of_weights)
-        if need_down_A and p is not None:
+        if hidden is not None and p is not None:
             grad_down_A = _like(like_down_A, _by_expert(p, hidden, ends), down_scaling)
-        if need_down_B:
-            z_down = _grouped(hidden, down_A, ends)
-            grad_down_B = _like(like_down_B, _by_expert(grad, z_down, ends), down_scaling)
-        del hidden, grad
+        del hidden
 
         # [gate, up] = x W' + s z B'
         if need_B:
@@ -254,7 +251,7 @@ class LoRA_Experts(torch.autograd.Function):
             del rows
         if need_x:
             addend = None if q is None else _grouped(q, gate_up_A.mT, ends)
-            base = _grouped(grad_gate_up, gate_up_weight.mT, ends)
+            base = _grouped(grad_gate_up, gate_up_weight.mT, ends, write_gate_up)
             summed = sum_routed(base, addend, gate_up_scaling, routing.places)
             grad_x = summed.to(ctx.dtype_of_x)
         grad_residual = grad_output if ctx.needs_input_grad[6] else None
@@ -262,8 +259,13 @@ class LoRA_Experts(torch.autograd.Function):
         return grad_x, grad_weights, *adapters, grad_residual, None, None
 
 
-def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return each expert's rows [rows, in] times its weight's transpose [experts, out, in]."""
+def _grouped(
+    rows: Tensor, weights: Tensor, ends: Tensor, write: Callable[[Tensor], None] | None = None
+) -> Tensor:
+    """Return each expert's rows [rows, in] times its weight's transpose [experts, out, in]. write:
+    as in `FrozenExperts`."""
+    if write is not None:
+        write(ends)
     if not rows.shape[0]:  # len() of a tensor is a call in Python
         return rows.new_zeros(0, weights.shape[1])
     return F.grouped_mm(rows, weights.mT, offs=ends)

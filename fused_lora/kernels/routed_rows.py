@@ -124,7 +124,7 @@ def _routed_swiglu_backward_kernel(
     addend_ptr,  # [rows, columns], if HAS_ADDEND
     gate_up_ptr,  # [rows, 2 columns]
     weight_ptr,  # [rows]
-    hidden_ptr,  # [rows, columns], written
+    hidden_ptr,  # [rows, columns], written if HIDDEN_NEEDED
     grad_gate_up_ptr,  # [rows, 2 columns], written
     grad_weight_ptr,  # [rows] fp32, written
     scaling,
@@ -136,10 +136,11 @@ def _routed_swiglu_backward_kernel(
     BLOCK: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
+    HIDDEN_NEEDED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     weight = tl.load(weight_ptr + row, mask=row < rows).to(tl.float32)
-    dtype = hidden_ptr.dtype.element_ty
+    dtype = grad_gate_up_ptr.dtype.element_ty
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, columns, BLOCK):
         column = (first + tl.arange(0, BLOCK))[None, :]
@@ -154,7 +155,8 @@ def _routed_swiglu_backward_kernel(
         hidden, by_gate, by_up = _gated(gate, up, alpha, limit, IS_CLAMPED)
         sums += grad * hidden
         grad *= weight
-        tl.store(hidden_ptr + at, (weight * hidden).to(dtype), mask=mask)
+        if HIDDEN_NEEDED:
+            tl.store(hidden_ptr + at, (weight * hidden).to(dtype), mask=mask)
         tl.store(grad_gate_up_ptr + at_gate, (grad * by_gate).to(dtype), mask=mask)
         tl.store(grad_gate_up_ptr + at_up, (grad * by_up).to(dtype), mask=mask)
     tl.store(grad_weight_ptr + row, tl.sum(sums, 1)[:, None], mask=row < rows)
@@ -259,7 +261,8 @@ def routed_swiglu_backward(
     gate_up: Tensor,
     weight: Tensor,
     gate: ClampedGate = SWIGLU,
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden_needed: bool = True,
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the output of `routed_swiglu_forward` and its gradients for grad = base + scaling
     addend.
 
@@ -271,20 +274,23 @@ def routed_swiglu_backward(
         base, addend: [rows, columns], as for the forward. gate_up, weight: its result and operand.
 
     Returns:
-        (hidden [rows, columns], grad_gate_up [rows, 2 columns], grad_weight [rows] in fp32).
+        (hidden [rows, columns] or None if it is not needed, grad_gate_up [rows, 2 columns],
+        grad_weight [rows] in fp32).
     """
     rows, columns = base.shape
     base, addend, weight = base.contiguous(), _contiguous(addend), weight.contiguous()
     gate_up = gate_up.contiguous()
-    hidden, grad_gate_up = torch.empty_like(base), torch.empty_like(gate_up)
+    hidden = torch.empty_like(base) if hidden_needed else None
+    grad_gate_up = torch.empty_like(gate_up)
     grad_weight = base.new_empty(rows, dtype=torch.float32)
     per_program, block = _tile(columns)
-    if hidden.numel():
+    if base.numel():
         launch(
             _routed_swiglu_backward_kernel, (cdiv(rows, per_program),), base,
-            base if addend is None else addend, gate_up, weight, hidden, grad_gate_up, grad_weight,
+            base if addend is None else addend, gate_up, weight,
+            grad_gate_up if hidden is None else hidden, grad_gate_up, grad_weight,
             scaling, *gate, rows, columns, per_program, block, addend is not None, gate.limit > 0,
-            num_warps=4,
+            hidden_needed, num_warps=4,
         )  # fmt: skip
     return hidden, grad_gate_up, grad_weight
 

@@ -71,7 +71,10 @@ class ScratchBuffer(Buffer):
         self._scratch, self.group = scratch, group
         self.serial = next(SERIALS)
         outs = [one.shape[0] for one in weights]
-        super().__init__(scratch.memory, bias, sum(outs), weights[0].shape[1])
+        matrix, shape = scratch.memory, (sum(outs), weights[0].shape[1])
+        if matrix.ndim == 1:  # matrices of other shapes lie in it, too
+            matrix = matrix[: shape[0] * shape[1]].view(shape)
+        super().__init__(matrix, bias, *shape)
         self._packed: list[tuple[Packed4bit, Tensor]] = []
         self._plain: list[tuple[Tensor, Tensor]] = []
         sources = [*codes]

@@ -16,7 +16,7 @@ before a loss scaler could help.
 
 For 16,384 tokens and 151,936 words in bf16:
 - memory: PyTorch's backward holds three [T, vocabulary] in fp32 at once, 29.9 GB. We hold one chunk
-  of 1,024 tokens in bf16, 0.31 GB, and until the backward dx W, 67 MB at 2,048 features. A
+  of 512 tokens in bf16, 0.16 GB, and until the backward dx W, 67 MB at 2,048 features. A
   trainable weight adds its gradient in fp32, 1.24 GB.
 - traffic: PyTorch moves 40 bytes per logit, 99.6 GB: matmul 2, cast 6, log-softmax 8; backward of
   the loss 4, of log-softmax 12, of the cast 6, matmul 2. We move 10 bytes, 24.9 GB: matmul 2,
@@ -43,9 +43,14 @@ from .fp8_head import Fp8Head
 from .head import Head
 from .label_check import checking
 
-# Tokens of a chunk. An H200 takes 34.6 ms for the loss of 16,384 tokens, 151,936 words and 2,048
-# features. In chunks of 4,096 tokens, whose logits take 0.9 GiB more, it takes 33.0.
-CHUNK_TOKENS = 1024
+# Tokens of a chunk. An H200 takes 34.7 ms for the loss of 16,384 tokens, 151,936 words and 2,048
+# features. In chunks of 4,096 tokens, whose logits take 1.0 GiB more, it takes 33.0. Each chunk
+# reads and writes the gradient of a trained weight in fp32, 2.5 GB there: these are twice as large.
+CHUNK_TOKENS = 512
+
+
+def usual_chunk(weight: Tensor) -> int:
+    return CHUNK_TOKENS * (2 if weight.requires_grad else 1)
 
 
 class Targets(NamedTuple):
@@ -176,7 +181,8 @@ def linear_cross_entropy(
             if the host waits to count labels, else in the next call, and the loss is NaN.
         check_labels: False if the caller has checked them.
         num_items_in_batch: divides the sum; counted over all micro-batches of a step.
-        chunk_tokens: tokens whose logits exist at a time. By default CHUNK_TOKENS.
+        chunk_tokens: tokens whose logits exist at a time. By default 512, or 1,024 if the
+            weight is trained.
         fp8: multiply in FP8 (`fp8_head.py`), at lower precision. It needs a frozen weight and bias,
             both dimensions of weight multiples of 16, and on a GPU bf16. Off by default.
         softcap: what the logits approach, as in Gemma, above 0. Not with fp8.
@@ -223,7 +229,7 @@ def linear_cross_entropy(
     with_gradient = torch.is_grad_enabled()
     head.check("linear_cross_entropy", weight, bias)
     targets = Targets(
-        labels, num_items, ignore_index, chunk_tokens or CHUNK_TOKENS, rows, max_labelled,
+        labels, num_items, ignore_index, chunk_tokens or usual_chunk(weight), rows, max_labelled,
         with_gradient, head,
         NOT_SCALED if softcap is None else LogitScaling(1.0 / softcap, softcap),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..rerun import in_tiles
 from ..telling import warn
@@ -217,18 +218,21 @@ class GraphedModule:
             with form.without_mask.kept(), new_leaves(self.module, trained) as leaves:
                 replay_forward, (output, crossing) = cuda.capture(lambda: self._forward(buffers))
                 check_output(output)
+                output_class = type(output)
                 replay_backward: Callable[[], None] | None = None
                 received: list[Tensor] = []
                 if trained:
                     self.forget()
+                    edge = get_gradient_edge(getattr(output, HIDDEN))
+                    del output  # its memory is free for the backward
                     replay_backward, received = cuda.capture(
-                        lambda: self._backward(getattr(output, HIDDEN), crossing, trained, leaves)
+                        lambda: self._backward(edge, crossing, trained, leaves)
                     )
         finally:  # a capture does nothing yet
             for one, held in zip(trained, gradients, strict=True):
                 one.grad = held
         return CapturedModule(
-            buffers, type(output), crossing, received, replay_forward, replay_backward,
+            buffers, output_class, crossing, received, replay_forward, replay_backward,
             addresses_of(parameters), policies_in(self.module),
         )  # fmt: skip
 
@@ -247,8 +251,9 @@ class GraphedModule:
         return output, self._replays.crossing.like(hidden).copy_(hidden.detach())
 
     def _backward(
-        self, hidden: Tensor, gradient: Tensor, trained: Sequence[Tensor], leaves: list[Tensor]
-    ) -> list[Tensor]:
+        self, hidden: GradientEdge, gradient: Tensor, trained: Sequence[Tensor],
+        leaves: list[Tensor],
+    ) -> list[Tensor]:  # fmt: skip
         """Add this backward's gradients to the sums, some at a time: all of them together are as
         large as the sums. Return the parameters that get one. leaves: those that stand in for
         `trained`."""
@@ -271,7 +276,7 @@ class GraphedModule:
             if len(waiting) == ADDED_AT_ONCE:
                 add()
 
-        with ExitStack() as hooks, torch.autocast(hidden.device.type, enabled=False):
+        with ExitStack() as hooks, torch.autocast(gradient.device.type, enabled=False):
             # without autocast, as outside the forward
             for leaf in leaves:
                 hooks.callback(leaf.register_post_accumulate_grad_hook(receive).remove)

@@ -51,11 +51,12 @@ class Memories(Scratches):
     def _make(self, reads: Sequence[Any]) -> list[ScratchBuffer]:
         shapes, buffers = tuple(read.weight.shape for read in reads), []
         for index, read in enumerate(reads):
-            like = read.weight
-            key = shapes, index, like.dtype, like.device
+            like, is_expert = read.weight, isinstance(read.base, ExpertWeight)
+            # each weight of experts is written right before its matmul: they take turns, too
+            key = shapes, 0 if is_expert else index, like.dtype, like.device
             if key not in self:
-                self[key] = Scratch(like.new_empty(like.shape))
-            is_expert = isinstance(read.base, ExpertWeight)
+                largest = max(shape.numel() for shape in shapes)
+                self[key] = Scratch(like.new_empty(largest if is_expert else like.shape))
             weight = read.base.packed if is_expert else packed(read.base)
             buffers.append(ScratchBuffer(self[key], [weight], None))
         return buffers

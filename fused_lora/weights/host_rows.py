@@ -64,7 +64,8 @@ class HostRows(WeightSource):
             return
         rows = self._on_host()
         if self._stride != stride:
-            spaced = rows.new_zeros(len(rows), stride)
+            # on the GPU: new host memory costs more than the way there and back
+            spaced = rows.new_zeros(len(rows), stride, device=self.device)
             spaced[:, : self.shape[1]].copy_(rows)
             rows = spaced
         held = self._pinned(_bytes_of(rows)) if is_on_gpu else _Held([_bytes_of(rows)])

@@ -159,7 +159,7 @@ def test_magnitudes_become_factors_once_and_down_does_not_run_again(policy, devi
     fuse(again, Fusion(checkpoint=policy))
     for model in (kept, again):
         results = step(model, length=SHORT)
-        assert len(made) == 4 * 3 and len(added) == 3, "once in each layer"
+        assert len(made) == 4 * 3 and len(added) == 3, "once for each group of each layer"
         made.clear(), added.clear()
         if model is kept:
             want = results

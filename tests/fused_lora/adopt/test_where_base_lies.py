@@ -256,7 +256,14 @@ def test_adapters_of_a_base_in_host_memory_are_saved_and_switched(device, tmp_pa
         assert relative_error(found[name.replace("default", "again")], gradient) < 1e-5
 
 
-def test_a_weight_is_pinned_in_pieces_where_its_layer_reads_it(monkeypatch):
+@pytest.fixture
+def zeros_here(monkeypatch):
+    """A GPU's zeros are made on the CPU."""
+    made = lambda like, *size, device: torch.zeros(size, dtype=like.dtype)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "new_zeros", made)
+
+
+def test_a_weight_is_pinned_in_pieces_where_its_layer_reads_it(monkeypatch, zeros_here):
     monkeypatch.setattr(host_memory, "SLAB_BYTES", 1024)
     monkeypatch.setattr(host_memory, "_pinned", partial(torch.zeros, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -289,17 +296,23 @@ def test_a_base_that_host_memory_cannot_hold_is_refused_before_it_is_read(tmp_pa
     host_base(model, layers_on_gpu=1)  # half of them do
 
 
-def test_layers_stay_on_the_gpu_as_many_as_fit_evenly(monkeypatch):
-    model = peft_model("cpu", config=FIVE)
-    per_layer = sum(
-        one.base_layer.weight.nbytes
-        for one in layer_of(model).modules() if hasattr(one, "base_layer")
-    )  # fmt: skip
+@pytest.mark.parametrize("in_4_bits", [False, True])
+def test_layers_stay_on_the_gpu_as_many_as_fit_evenly(in_4_bits, monkeypatch):
+    model = peft_model("cpu", config=FIVE, **({"change": quantised} if in_4_bits else {}))
+    linear = [one.base_layer for one in layer_of(model).modules() if hasattr(one, "base_layer")]
+    per_layer = sum(one.weight.nbytes for one in linear)
+    per_token = 4 * sum(one.in_features + one.out_features for one in linear)
     monkeypatch.setattr(where_base_lies, "_device_of", lambda weight: torch.device("cuda", 0))
     others = [p for name, p in model.named_parameters() if ".base_layer.weight" not in name]
-    fixed = sum(one.nbytes * (4 if one.requires_grad else 1) for one in others) + 2 * per_layer
-    for layers, free in ((0, 0), (0, fixed), (2, fixed + 5 * per_layer), (5, 100 * fixed)):
-        monkeypatch.setattr(where_base_lies, "_free_bytes", lambda device, free=free: free)
+    fixed = sum(one.nbytes * (4 if one.requires_grad else 1) for one in others)
+    fixed += 16448 * per_token + (6 + 5 / 32 if in_4_bits else 2) * per_layer  # buffers, scales
+    for layers, free in (
+        (0, 0),
+        (1, fixed + per_layer),
+        (2, fixed + 3 * per_layer - 1),
+        (5, 100 * fixed),
+    ):
+        monkeypatch.setattr(where_base_lies, "_free_bytes", lambda device, free=free: int(free))
         bases = where_base_lies._bases_of_layers(model, HostRows)
         assert where_base_lies._layers_that_fit(model, bases) == layers
     kept = [[bases not in where_base_lies._all_but(n, [*range(5)]) for bases in range(5)]
@@ -446,7 +459,7 @@ def test_what_a_failed_capture_has_started_is_brought_again(monkeypatch):
 
 
 @pytest.mark.parametrize("is_early", [True, False], ids=["early", "late"])
-def test_a_layer_reads_its_own_weights_whenever_the_copies_run(is_early, monkeypatch):
+def test_a_layer_reads_its_own_weights_whenever_the_copies_run(is_early, monkeypatch, zeros_here):
     user, copies = Stream(), Stream()
     Gpu.current = user
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Gpu.current)

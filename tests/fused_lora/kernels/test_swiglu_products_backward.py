@@ -27,7 +27,8 @@ SCALINGS = 1.0, 2.0, 0.75
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Split a few rows into several tiles and ranges, the last of each partial."""
-    monkeypatch.setattr(module, "BACKWARD_TILING", Tiling(16, 32, 2, 4, 2))
+    for name in ("BACKWARD_TILING", "SCALED_TILING"):
+        monkeypatch.setattr(module, name, Tiling(16, 32, 2, 4, 2))
 
 
 def make(case, dtype, device):

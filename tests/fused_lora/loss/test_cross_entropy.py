@@ -285,7 +285,7 @@ def test_no_more_logits_than_a_chunks_are_ever_held(drop_ignored, device):
     assert [size for size in watch.sizes if size >= 50 * VOCABULARY * 2] == [50 * 192 * 2]
 
 
-def test_a_chunk_is_1024_tokens_unless_told_otherwise(monkeypatch, case):
+def test_a_chunk_is_512_tokens_unless_told_otherwise(monkeypatch, case):
     hidden, weight, _, labels = case
     seen, launch = [], head_module.cross_entropy_
 
@@ -294,12 +294,13 @@ def test_a_chunk_is_1024_tokens_unless_told_otherwise(monkeypatch, case):
         return launch(logits, *others, **settings)
 
     monkeypatch.setattr(head_module, "cross_entropy_", spy)
-    assert module.CHUNK_TOKENS == 1024
+    assert module.CHUNK_TOKENS == 512
     linear_cross_entropy(hidden, weight, labels)
     monkeypatch.setattr(module, "CHUNK_TOKENS", 5)
     linear_cross_entropy(hidden, weight, labels)
     linear_cross_entropy(hidden, weight, labels, chunk_tokens=9)
-    assert seen == [14, 5, 5, 4, 9, 5]
+    linear_cross_entropy(hidden, weight.clone().requires_grad_(), labels)  # twice as many
+    assert seen == [14, 5, 5, 4, 9, 5, 10, 4]
 
 
 SYNCHRONISING = {"nonzero", "_local_scalar_dense", "item", "masked_select", "is_nonzero"}

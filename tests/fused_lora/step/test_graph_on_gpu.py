@@ -29,7 +29,7 @@ from fused_lora import Fusion
 from fused_lora.step.graph import EAGER_CALLS
 
 AGAIN = Fusion(**ALL, layer=True, checkpoint="full")
-IN_4_BITS = Fusion(rms_norm=True, cross_entropy=True, layer=True, checkpoint="full")
+WHOLE = Fusion(rms_norm=True, cross_entropy=True, layer=True, checkpoint="full")
 TRAINED = {
     "target_modules": "all-linear",
     "bias": "all",
@@ -44,17 +44,17 @@ FUSED = {
     "whole layers, normed heads": ("Qwen3", Fusion(**ALL, layer=True)),
     "whole layers, biases and norms trained": ("Qwen2", AGAIN, TRAINED),
     "whole layers, one product for q, k and v": ("Phi3", AGAIN, TRAINED),
-    "whole layers, DoRA": ("Qwen2", AGAIN, {"use_dora": True}),
-    "whole layers, DoRA in 4 bits": ("Qwen2", IN_4_BITS, {"use_dora": True, "change": quantised}),
+    "whole layers, DoRA": ("Qwen2", WHOLE, {"use_dora": True}),
+    "whole layers, DoRA in 4 bits": ("Qwen2", WHOLE, {"use_dora": True, "change": quantised}),
     "parts in 4 bits": ("Qwen2", Fusion(**ALL, checkpoint="full"), {"change": quantised}),
-    "whole layers in 4 bits": ("Qwen2", IN_4_BITS, {"change": quantised}),
+    "whole layers in 4 bits": ("Qwen2", WHOLE, {"change": quantised}),
     "whole layers in host memory": ("Qwen2", AGAIN, {"change": on_host}),
     "whole layers in 4 bits in host memory": (
         "Qwen2",
-        IN_4_BITS,
+        WHOLE,
         {"change": lambda base: on_host(quantised(base))},
     ),
-    "whole layers in 4 bits, prepared": ("Qwen2", IN_4_BITS, {"change": prepared}),
+    "whole layers in 4 bits, prepared": ("Qwen2", WHOLE, {"change": prepared}),
     "whole layers in FP8": (
         "Qwen2",
         Fusion(**ALL | {"cross_entropy": False}, layer=True, fp8=True, checkpoint="full"),

@@ -6,10 +6,11 @@ import warnings
 import pytest
 import torch
 from cases import layer_case
-from cases.graph_case import Recorded, held_nodes
+from cases.graph_case import Recorded, held_nodes, seen_as_captured
 from cases.peft_models import ids
 from cases.reference import assert_near
 from peft import LoraConfig
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_lora import Fusion, fuse
 from fused_lora.step import graphed_module as module
@@ -322,3 +323,41 @@ def test_a_second_backward_is_an_error(device, monkeypatch):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second backward through one forward"):
         loss.backward()
+
+
+class Held(Recorded):
+    """Runs what it should capture, and holds no more than that does."""
+
+    def capture(self, body):
+        with seen_as_captured():
+            return (lambda: None), body()
+
+
+def test_a_captured_backward_holds_no_hidden_states_and_no_gradient_of_embeddings(
+    device, monkeypatch
+):
+    """Though a trainer has the embeddings require one."""
+    monkeypatch.setattr(module, "EAGER_CALLS", 0)
+    monkeypatch.setattr(GraphedModule, "_backend", Held)
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 2})
+    fuse(model, Fusion(layer=True, checkpoint="full"))
+    model.enable_input_require_grads()
+    decoder = model.get_base_model().model
+    graphed, backward = GraphedModule(decoder, lambda: None, 1), GraphedModule._backward
+    embedded, results, is_held = [], [], []
+    decoder.embed_tokens.register_forward_hook(lambda *call: embedded.append(call[-1]))
+    for one in (decoder.layers[0], decoder.norm):
+        one.register_forward_hook(
+            lambda *call: results.append(StorageWeakRef(call[-1].untyped_storage()))
+        )
+
+    def seen(*given):
+        is_held.extend(not one.expired() for one in results)
+        return backward(*given)
+
+    monkeypatch.setattr(GraphedModule, "_backward", seen)
+    with graphed.in_place():
+        decoder(**batch(0, device))
+    assert not graphed.told
+    assert is_held == [True, False]  # the second layer is recomputed from the first one's
+    assert embedded[0].requires_grad and embedded[0].grad is None
