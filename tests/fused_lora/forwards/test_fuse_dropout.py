@@ -165,7 +165,7 @@ OPTIONS = {  # of one layer of a model, with more tokens than a word has bits
 }  # fmt: skip
 
 
-@pytest.mark.slow("bf16, q and down alone in fp32")
+@pytest.mark.slow("bf16, q and down alone in fp32", "DoRA, a convolution")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_layer_is_within_the_error_budget(options, device, monkeypatch):
     draw_one_seed(monkeypatch)
