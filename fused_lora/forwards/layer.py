@@ -148,7 +148,7 @@ def _run(layer: Any, operands: LayerOperands, hidden: Tensor, call: dict[str, An
     if isinstance(mixing, MixerBlock):
         options = {name: one for name, one in call.items() if name not in NOT_THE_MIXERS}
         count = first.tensors
-        before, after = Trained.from_flat(trained[:count], first.projections).apart()
+        before, after = Trained.from_flat(trained[:count], first.projections).split_last()
         hidden, found, gate, mixing = run_mixer(layer, hidden, mask, before, first, options)
         trained = *after.flat(), *trained[count:]
     else:

@@ -54,7 +54,7 @@ from .operands import Dropouts, Frame
 
 
 class Read(NamedTuple):
-    """Attention."""
+    """Attention, before its output projection."""
 
     a: Tensor  # [T, in of o]
     saved: AttentionSaved

@@ -45,9 +45,9 @@ class Trained(NamedTuple):
         biases, magnitudes = others[:projections], others[projections:]
         return cls(adapters_of(adapters), biases, magnitudes, norm, norm_after)
 
-    def apart(self) -> tuple["Trained", "Trained"]:
-        """Return the values of all projections but the last, None for its own, and those of that
-        one."""
+    def split_last(self) -> tuple["Trained", "Trained"]:
+        """Return the values without those of the last projection, None in their place, and the
+        last projection's."""
         *adapters, last = self.adapters
         none = [None][: len(self.biases)]
         return (
