@@ -110,6 +110,8 @@ class Checkpoint:
             # TRL calls enable_input_require_grads. Nobody can read this gradient after a replay,
             # and the graphs would hold it and the input
             inputs = first.detach(), *others
+        if self.policy == "offload" and not on.following:
+            self.offload.reach_last()
         in_tiles = first.shape[:-1].numel() >= 2 * self.tile_rows
         if self.policy == "none" or (on.is_kept_last and not in_tiles):
             return forward(*inputs)

@@ -72,6 +72,12 @@ class Offload:
         self._layer = _Layer(self._layer)
         return saved_tensors_hooks(self.out, self.back)
 
+    def reach_last(self) -> None:
+        """Let go of all but the tensors of the layer before the last one, which runs next: the loss
+        follows, and may be the peak."""
+        if self._layer is not None and self._layer.before is not None:
+            self._layer.before.let_go()
+
     def keep(self, given: Tensor, inputs: int) -> Keep | None:
         """Return how `once` keeps results in the layers of this forward. None if there is no room
         for them beside their inputs, which are like `given`, the first one's."""
