@@ -375,7 +375,7 @@ FAULTS = (
           "fuse_4bit"),
     Fault("fused_lora/layer/scratch.py", "is_captured |= is_capturing(buffer.matrix)",
           "is_captured |= False", "fuse_4bit"),
-    Fault("fused_lora/weights/four_bit_parts.py", "key = shapes, index, like", "key = shapes, like",
+    Fault("fused_lora/weights/four_bit_parts.py", "is_expert else index, like", "is_expert else 0, like",
           "fuse_4bit"),
     Fault("fused_lora/weights/four_bit_parts.py", "return key is not None and",
           "return key is None and", "fuse_4bit"),

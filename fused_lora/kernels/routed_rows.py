@@ -65,9 +65,7 @@ def _gated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def _load_gate_up(
-    ptr, row, is_row, first, columns, BLOCK: tl.constexpr, TAKE_TURNS: tl.constexpr
-):
+def _load_gate_up(ptr, row, is_row, first, columns, BLOCK: tl.constexpr, TAKE_TURNS: tl.constexpr):
     """Return gate and up of these rows, in fp32, from their column `first` on.
 
     Where they take turns we load both as one tile and split it in registers: a GPU loads 16 bytes
