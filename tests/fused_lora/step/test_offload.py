@@ -468,4 +468,4 @@ def test_gradients_are_those_of_inputs_that_stay_and_take_less_memory(fusion, ma
     # one of ten inputs is never offloaded, and one has not left when backward begins. In whole
     # layers neither has t. There a (0.85 MB), za and the logsumexp are too small to leave: 1.05 MB
     # in each of nine layers, as much as 2.25 inputs
-    assert more - less > 3 * BATCH * LENGTH * CONFIG["hidden_size"] * 2
+    assert more - less > 4 * BATCH * LENGTH * CONFIG["hidden_size"] * 2
