@@ -198,13 +198,13 @@ def _peft_model(recipe, checkpoint, lora, seq_len, device, seed, base, host_laye
         model.gradient_checkpointing_enable({"use_reentrant": False})
     config = LoraConfig(**lora_options(lora), task_type="CAUSAL_LM")
     in_fp32 = recipe.adapter_dtype == "float32"
-    model = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
     if host_layers:
         from fused_lora import host_base
 
-        host_base(model, model.config.get_text_config().num_hidden_layers - host_layers)
-        model.to(device)
-    return model
+        host_base(adapted, model.config.get_text_config().num_hidden_layers - host_layers)
+        adapted.to(device)
+    return adapted
 
 
 def nf4_config() -> Any:
