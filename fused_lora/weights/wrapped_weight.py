@@ -54,10 +54,7 @@ class BaseWeight(WrappedWeight, PlacedWeight):
     def leave_buffer(self) -> None:
         """Stay as it is."""
 
-    def __reduce_ex__(self, _: Any):
-        raise RuntimeError(NOT_SAVED.format(self.kept))
-
-    def data_ptr(self) -> int:
+    def data_ptr(self) -> int:  # whoever saves a tensor asks for it
         raise RuntimeError(NOT_SAVED.format(self.kept))
 
 
