@@ -22,7 +22,7 @@ from ..layer.decoder_layer import DecoderLayer
 from ..layer.gathering import Gathering
 from ..layer.mixer_block import MixerBlock
 from ..layer.mlp_block import MLPBlock
-from ..layer.operands import Frame
+from ..layer.operands import Frame, Trained
 from ..layer.residual import Norm
 from ..layer.scratch import Scratches
 from ..reading import unchanged
@@ -147,11 +147,10 @@ def _run(layer: Any, operands: LayerOperands, hidden: Tensor, call: dict[str, An
     found = gate = None
     if isinstance(mixing, MixerBlock):
         options = {name: one for name, one in call.items() if name not in NOT_THE_MIXERS}
-        before = 2 * len(first.inputs.out_features)  # A and B of each in-projection
-        hidden, found, gate, mixing = run_mixer(
-            layer, hidden, mask, trained[:before], first, options
-        )
-        trained = trained[before:]
+        count = first.tensors
+        before, after = Trained.from_flat(trained[:count], first.projections).split_last()
+        hidden, found, gate, mixing = run_mixer(layer, hidden, mask, before, first, options)
+        trained = *after.flat(), *trained[count:]
     else:
         mixing = in_call(
             mixing._replace(frame=first), layer.self_attn, hidden, call["position_embeddings"],

@@ -152,8 +152,6 @@ def read_groups(layer: Any, kind: type[Border]) -> Running:
             "an adapter has a bias, or a bias is trained: neither runs in a layer with "
             f"{noun_of(layer)}"
         )
-    if has_mixer(layer) and any(read.magnitude is not None for one in mixing.reads for read in one):
-        raise Refusal(f"an adapter uses DoRA, which does not run in a layer with {noun_of(layer)}")
     if any(map(trains_bias, every)) and any(read.magnitude is not None for read in every):
         raise Refusal("it uses DoRA, and a bias is trained: take bias='none'")
     refuse(why_unloaded(layer, every))

@@ -1,7 +1,7 @@
 """The switch `layer` for a layer with a mixer in place of attention: a function before the mixer,
 and one from there on."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..foreign.ownership import fused_parts_of, why_not_own_forward
 from ..layer.mixer_block import BeforeMixer, MixerBlock, MixerEnds
 from ..layer.mixer_ends import ShortConvEnds
-from ..layer.operands import Frame
+from ..layer.operands import Frame, Trained
 from ..reading.aside import say_left
 from ..reading.known import known_form, layer_form, why_not_class
 from ..reading.projection import why_call
@@ -123,7 +123,7 @@ def why_slow(layer: Any) -> dict[str, str]:
 
 
 def run_mixer(
-    layer: Any, hidden: Tensor, mask: Tensor | None, trained: Sequence, frame: Frame,
+    layer: Any, hidden: Tensor, mask: Tensor | None, trained: Trained, frame: Frame,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, MixerBlock]:  # fmt: skip
     """Run a block up to and with its mixer. Return the residual, the mixer's result, the gate and
@@ -131,6 +131,6 @@ def run_mixer(
     mixer, kind = mixer_of(layer), MIXERS[layer_form(layer).mixer_kind]
     say_left(layer, why_slow(layer))
     ends = kind.ends(mixer, options.get("seq_idx"))
-    *inputs, gate, residual = BeforeMixer.apply(hidden, mask, *trained, ends, frame)
+    *inputs, gate, residual = BeforeMixer.apply(hidden, mask, *trained.flat(), ends, frame)
     found = kind.run(mixer, *inputs, **options).to(gate.dtype)
     return residual, found, gate, MixerBlock(frame._replace(has_entered=True), ends)

@@ -46,15 +46,15 @@ from .block import (
     Left,
     add_output,
     adds_to_copy,
+    enter,
     rows_for_output,
-    scaled_inputs,
 )
 from .buffer import Dropout, Incoming
 from .operands import Dropouts, Frame
 
 
 class Read(NamedTuple):
-    """Attention."""
+    """Attention, before its output projection."""
 
     a: Tensor  # [T, in of o]
     saved: AttentionSaved
@@ -149,28 +149,21 @@ class AttentionBlock(NamedTuple):
         self, x: Tensor, output: Tensor | None, dropouts: Dropouts
     ) -> tuple[Tensor, SavedAttention]:
         """Return total, in output if that is given, and what backward needs."""
-        frame, inputs = self.frame, self.frame.inputs
+        frame = self.frame
         is_last = output is not None  # a function's own output is not kept
         keeps_sum = not is_last and frame.output.scale is None
         is_kept = has_kept() and keeps_sum
         if not is_last and not is_kept:
             output = torch.empty_like(x)
         # the norm also writes the copy of x that o adds to; a recompute may have kept the sum
-        qkv, n, rstd = inputs.buffer.project_norm(
-            x, frame.norm, inputs.base_bias, dropouts.inputs,
-            None if is_kept or not adds_to_copy(frame, dropouts.output) else output,
-            in_fp32=inputs.scale is not None,
-        )  # fmt: skip
-        unscaled = None
-        if inputs.scale is not None:
-            qkv, unscaled = scaled_inputs(inputs, qkv, n.x, dropouts.inputs)
+        copy = None if is_kept or not adds_to_copy(frame, dropouts.output) else output
+        qkv, entered = enter(frame, x, dropouts.inputs, copy)
         raw, qkv = self._norm_and_rotate(qkv)
 
         def attend() -> Attended:
             return self._attend(x, raw, qkv, output, dropouts.output)
 
         attended = once_as_record(attend) if keeps_sum else attend()
-        entered = Entered(n, rstd, unscaled=unscaled)
         return attended.total, SavedAttention(
             entered, raw, qkv, attended.left, attended.saved, attended.before_gate
         )

@@ -77,6 +77,23 @@ class Left(NamedTuple):
     added: Added
 
 
+def enter(
+    frame: Frame, x: Tensor, dropout: Dropout | None, copy: Tensor | None, scales: bool = True
+) -> tuple[Tensor, Entered]:
+    """Return what the projections give of the norm of x, and what backward needs of that. x also
+    goes into copy, if that is given. scales: here, and not in a kernel that reads them."""
+    group = frame.inputs
+    scales = scales and group.scale is not None
+    given, n, rstd = group.buffer.project_norm(
+        x, frame.norm, group.base_bias, dropout, copy, in_fp32=scales
+    )
+    if not scales:
+        return given, Entered(n, rstd)
+    y = torch.empty_like(given, dtype=group.A.dtype)
+    unscaled = _scale(group, given, group.dropped_base(n.x, dropout), y)
+    return y, Entered(n, rstd, unscaled=unscaled)
+
+
 def rows_for_output(
     frame: Frame, like: Tensor, tokens: int, dropout: Dropout | None
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -107,23 +124,7 @@ def add_output(
             a, extended, residual, total, output.base_bias, multiplier, dropout
         )
 
-    return Left(a, add_projection(frame, x, total, project, a, dropout))
-
-
-def scaled_inputs(
-    group: WeightGroup, given: Tensor, x: Tensor, dropout: Dropout | None
-) -> tuple[Tensor, Tensor]:
-    """Return what projections give, scaled, and that before, each in 16 bits, for what their buffer
-    gives in fp32 of x."""
-    assert group.scale is not None
-    y, unscaled = (torch.empty_like(given, dtype=group.A.dtype) for _ in range(2))
-    residual = None
-    if dropout is not None:
-        e = group.dropped_base(x, dropout)
-        given.add_(e)
-        residual = e.neg_()
-    scale_columns(given, group.scale, y, unscaled, residual)
-    return y, unscaled
+    return Left(a, add_projection(frame, x, total, project, output.dropped_base(a, dropout)))
 
 
 def add_projection(
@@ -131,11 +132,10 @@ def add_projection(
     x: Tensor,
     total: Tensor,
     project: Callable[[Tensor | None, Tensor, float], Tensor],
-    read: Tensor | None,
-    dropout: Dropout | None,
+    dropped: Tensor | None,
 ) -> Added:
     """Make total the residual x plus what the last projection gives. project(residual, total,
-    multiplier) is a method of its buffer. read: what it reads, needed with a scale and dropout."""
+    multiplier) is a method of its buffer. dropped: its `dropped_base`."""
     norm, scale, multiplier = frame.norm_after, frame.output.scale, frame.multiplier
     if norm is None and scale is None:
         return Added(project(x if frame.adds else None, total, multiplier), None, None)
@@ -145,19 +145,28 @@ def add_projection(
     else:
         given = total.new_empty(total.shape, dtype=torch.float32)
         z = project(None, given, 1.0)
-        unscaled = torch.empty_like(given, dtype=frame.output.A.dtype)
         residual = x if frame.adds and norm is None else None
-        if dropout is not None:
-            assert read is not None
-            e = frame.output.dropped_base(read, dropout)
-            given.add_(e)
-            e.mul_(-multiplier)
-            residual = e if residual is None else e.add_(residual)
-        scale_columns(given, scale, projected, unscaled, residual, multiplier)
+        unscaled = _scale(frame.output, given, dropped, projected, residual, multiplier)
     if norm is None:
         return Added(z, None, unscaled)
     rstd = add_normed(x, projected, norm.weight, norm.eps, total, norm.zero_centered)
     return Added(z, Normed(projected, rstd), unscaled)
+
+
+def _scale(
+    group: WeightGroup, given: Tensor, dropped: Tensor | None, y: Tensor,
+    residual: Tensor | None = None, multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Write into y what the projections give, scaled, or the residual plus that. Return it before
+    that, in 16 bits. given: without `dropped`. Both are fp32, and written."""
+    assert group.scale is not None
+    if dropped is not None:
+        given.add_(dropped)
+        dropped.mul_(-multiplier)
+        residual = dropped if residual is None else dropped.add_(residual)
+    unscaled = torch.empty_like(given, dtype=group.A.dtype)
+    scale_columns(given, group.scale, y, unscaled, residual, multiplier)
+    return unscaled
 
 
 class Gradient(NamedTuple):
@@ -220,10 +229,9 @@ class BlockBackward:
                 grad, multiplier = rows, 1.0
             else:
                 rows = empty_rows(like, len(total), columns)
-            dropped = self._unscale(
-                frame.output, added.unscaled, grad, rows, (self.last_magnitude_grad,),
-                self.dropouts.output, multiplier,
-            )  # fmt: skip
+            dropped = frame.output.dropped_gradients(grad, self.dropouts.output, multiplier)
+            last = (self.last_magnitude_grad,)
+            self._unscale(frame.output, added.unscaled, grad, rows, last, multiplier)
             incoming = Incoming(rows, dropped=dropped)
         elif incoming is None:
             rows = empty_rows(like, len(total), columns)
@@ -236,21 +244,16 @@ class BlockBackward:
 
     def _unscale(
         self, group: WeightGroup, unscaled: Tensor | None, grad: Tensor, rows: Tensor,
-        magnitude_grads: Sequence[Tensor | None], dropout: Dropout | None, multiplier: float = 1.0,
-    ) -> Sequence[Tensor]:  # fmt: skip
+        magnitude_grads: Sequence[Tensor | None], multiplier: float = 1.0,
+    ) -> None:  # fmt: skip
         """Write the gradient of what the group's projections gave, `unscaled`, into the first
         columns of rows, given in those of grad that of what a pass has made of it. Both may be one.
-        Return that of what dropout has dropped in front of the frozen weights."""
-        if unscaled is None or group.scale is None:
-            return ()
-        grad, grad_u = grad[:, : group.out], rows[:, : group.out]
-        factor = group.scale.factor
-        dropped: Sequence[Tensor] = ()
-        if dropout is not None:
-            dropped = group.by_projection((grad * (multiplier * (factor - 1.0))).to(rows.dtype))
-        sums = scale_columns_backward(grad, unscaled, factor, grad_u, multiplier)
-        group.sum_magnitudes(sums, magnitude_grads)
-        return dropped
+        """
+        if unscaled is not None and group.scale is not None:
+            grad, grad_u = grad[:, : group.out], rows[:, : group.out]
+            factor = group.scale.factor
+            sums = scale_columns_backward(grad, unscaled, factor, grad_u, multiplier)
+            group.sum_magnitudes(sums, magnitude_grads)
 
     def sum_output(
         self, incoming: Incoming, left: Left, p: Tensor, dropout: Dropout | None
@@ -274,9 +277,9 @@ class BlockBackward:
             assert incoming.rows is not None
             group.sum_biases(incoming.rows, self.bias_grads)
         if (rows := incoming.rows) is not None:
-            inputs = self.dropouts.inputs
-            dropped = self._unscale(group, unscaled, rows, rows, self.magnitude_grads, inputs)
+            dropped = group.dropped_gradients(rows, self.dropouts.inputs)
             incoming = incoming._replace(dropped=dropped)
+            self._unscale(group, unscaled, rows, rows, self.magnitude_grads)
         if not need_x and norm_grad is None:
             if not any(need.A for need in self.need):
                 return None, None

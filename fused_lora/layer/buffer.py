@@ -374,9 +374,22 @@ class WeightGroup:
         )  # fmt: skip
         return Factors(factor, inverse_norm)
 
-    def dropped_base(self, x: Tensor, dropout: Dropout) -> Tensor:
-        """Return what dropout in front of the frozen weights adds to what they give of x."""
+    def dropped_base(self, x: Tensor, dropout: Dropout | None) -> Tensor | None:
+        """Return what dropout in front of the frozen weights adds to what they give of x, in fp32;
+        None where it drops nothing there."""
+        if self.scale is None or dropout is None:
+            return None
         return dropped_base(x, self.buffer.weights(self.out_features), dropout.masks)
+
+    def dropped_gradients(
+        self, grad: Tensor, dropout: Dropout | None, multiplier: float = 1.0
+    ) -> Sequence[Tensor]:
+        """Return the gradient of `dropped_base` by projection, given that of what is scaled, times
+        the multiplier, in the first columns of grad."""
+        if self.scale is None or dropout is None:
+            return ()
+        factor = multiplier * (self.scale.factor - 1.0)
+        return self.by_projection((grad[:, : self.out] * factor).to(self.A.dtype))
 
     def sum_magnitudes(self, sums: Tensor, gradients: Sequence[Tensor | None]) -> None:
         """Write the gradients of the projections' magnitudes from the sums of `magnitudes.py`."""

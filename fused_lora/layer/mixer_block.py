@@ -18,7 +18,6 @@ norm's backward then adds both of its gradients in one pass.
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,18 +35,22 @@ from .block import (
     Left,
     add_output,
     adds_to_copy,
+    enter,
     handed_over,
     rows_for_output,
 )
-from .buffer import Incoming, ProductInput
-from .filling import Adapter, adapters_of
+from .buffer import Incoming
+from .filling import Adapter
 from .operands import (
+    BlockFactors,
     Dropouts,
     Frame,
+    Kinds,
     Trained,
     check_adapters,
     check_input,
     draw_dropouts,
+    kinds_of,
 )
 
 NAME = "BeforeMixer"
@@ -84,14 +87,14 @@ class SavedBefore(NamedTuple):
     """Results of BeforeMixer's forward that its backward needs."""
 
     hidden: Tensor
-    mask: Tensor | None  # [T, 1]
-    n: ProductInput
-    rstd: Tensor | None
+    entered: Entered
     projected: Tensor  # [T, out]
     ends: MixerEnds
     frame: Frame
+    factors: BlockFactors
     adapters: tuple[Adapter, ...]
     dropouts: Dropouts
+    kinds: Kinds | None
 
 
 class Mixed(NamedTuple):
@@ -110,7 +113,7 @@ class SavedMixer(NamedTuple):
 
 
 class BeforeMixer(torch.autograd.Function):
-    """``BeforeMixer.apply(hidden, mask, *adapters, ends, frame)``: a block up to its mixer.
+    """``BeforeMixer.apply(hidden, mask, *trained, ends, frame)``: a block up to its mixer.
 
     Equivalent PyTorch, for the four in-projections of a gated delta net::
 
@@ -120,7 +123,7 @@ class BeforeMixer(torch.autograd.Function):
     Args:
         hidden: as for DecoderLayer.
         mask: [batch, positions], 0 for padding and anything else for tokens, or None.
-        adapters: A and B of each in-projection, as for DecoderLayer.
+        trained: of the in-projections, as for DecoderLayer, and None for out_proj's.
         frame: inputs: the in-projections. output: out_proj.
 
     Returns:
@@ -131,23 +134,22 @@ class BeforeMixer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, mask, *operands):
         *row, ends, frame = operands
-        adapters, group = adapters_of(row), frame.inputs
-        check_input(NAME, hidden, group)
-        check_adapters(NAME, adapters, group)
-        frame.filling.fill((group,), adapters)
+        trained = Trained.from_flat(row, frame.projections)
+        *adapters, _ = trained.adapters
+        check_input(NAME, hidden, frame.inputs)
+        check_adapters(NAME, adapters, frame.inputs)
+        frame.filling.fill((frame.inputs,), adapters)
+        factors = frame.factors(trained)
         if mask is not None:
             mask = mask.reshape(-1, 1) != 0
         x = _masked_rows(hidden, mask)
         dropouts = draw_dropouts(NAME, frame, len(x), of_output=False)
-        projected, n, rstd = group.buffer.project_norm(
-            x, frame.norm, group.base_bias, dropouts.inputs, None
-        )
-        entered = ends.enter(_parts(frame, projected, hidden))
-        frame = frame._replace(seed=None)
+        projected, entered = enter(frame.scaled(factors), x, dropouts.inputs, None)
         store(ctx, SavedBefore(
-            hidden, mask, n, rstd, projected, ends, frame, adapters, dropouts,
+            hidden, entered._replace(mask=mask), projected, ends, frame._replace(seed=None),
+            factors, tuple(adapters), dropouts, kinds_of(trained),
         ))  # fmt: skip
-        return *entered, hidden
+        return *ends.enter(_parts(frame, projected, hidden)), hidden
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -155,24 +157,26 @@ class BeforeMixer(torch.autograd.Function):
         *grads, grad_residual = gradients
         saved: SavedBefore = restore(ctx)
         need_hidden, _, *row, _, _ = ctx.needs_input_grad
-        frame, hidden, group = saved.frame, saved.hidden, saved.frame.inputs
+        hidden, entered, none = saved.hidden, saved.entered, Adapter(None, None)
+        frame = saved.frame.scaled(saved.factors)
+        group = frame.inputs
         frame.filling.refill((group,), saved.adapters)
-        needed, sums = Trained((*adapters_of(row), Adapter(False, False))), AdapterSums()
+        needed, sums = Trained.from_flat(row, frame.projections), AdapterSums()
         with without_autocast(hidden):
             grad = empty_rows(group.A, len(saved.projected), group.grad_columns)
             parts, grad_parts = (_parts(frame, one, hidden) for one in (saved.projected, grad))
             saved.ends.enter_backward(grads, parts, grad_parts)
-            x = _masked_rows(hidden, saved.mask)
-            entered = Entered(saved.n, saved.rstd, saved.mask)
-            adapters = (*saved.adapters, Adapter(None, None))
-            run = BlockBackward(frame, saved.dropouts, adapters, needed, None, sums)
+            x = _masked_rows(hidden, entered.mask)
+            run = BlockBackward(
+                frame, saved.dropouts, (*saved.adapters, none), needed, saved.kinds, sums
+            )
             gradient, p = run.input_gradient(
                 Incoming(grad), as_rows(grad_residual), x, entered, need_hidden
             )
             its_adapters = run.sum_inputs(entered, p, grad)
             sums.compute()
         grad_x = handed_over(frame.filling, gradient, hidden, hidden.dtype)
-        return grad_x, None, *chain.from_iterable(its_adapters), None, None
+        return grad_x, None, *run.flat(*its_adapters, none), None, None
 
 
 class MixerBlock(NamedTuple):

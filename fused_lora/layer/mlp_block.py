@@ -18,8 +18,9 @@ take 2.27 ms. As [dm | pm], which is 64 columns wider, with pm A added to it aft
 Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008; r = 32, bf16) it saves 52.4 kB: its
 input 4.1, [m|zm] 4.2, gu 44.0, zh and rstd 0.1. Under checkpointing the forward runs twice, and
 keeps zh from the first time (`rerun.once`). That is 64 bytes a token, and saves the second SwiGLU.
-With a magnitude (DoRA) it keeps what down gives too, 4.1 kB: its matmul is 8% of a step. Tiles make
-it again.
+With a magnitude (DoRA) it also keeps what down gives, 4.1 kB, because its matmul is 8% of a step.
+In tiles it runs again.
+
 The gate's activation may be GELU by tanh (Gemma): a flag of the same kernels.
 
 While the MLP of a long row runs backward, gu, dgu, h and dh would be most of what a checkpointed
@@ -47,7 +48,7 @@ from .block import (
     Gradient,
     add_projection,
     adds_to_copy,
-    scaled_inputs,
+    enter,
 )
 from .buffer import Activation, Dropout
 from .filling import Adapter
@@ -95,7 +96,7 @@ class MLPBlock(NamedTuple):
         tiles = tiles_of(len(x), rows_of_a_tile())
         if len(tiles) > 1:
             return output, self._forward_in_tiles(x, output, dropouts, tiles)
-        entered, gate_up = self._enter(x, output, dropouts)
+        gate_up, entered = self._enter(x, output, dropouts)
 
         def add() -> Added:
             return self._add_activated(entered, gate_up, x, output, dropouts.output)
@@ -113,28 +114,22 @@ class MLPBlock(NamedTuple):
 
     def _enter(
         self, x: Tensor, output: Tensor | None, dropouts: Dropouts
-    ) -> tuple[Entered, Tensor]:
-        """Return the norm of x, which down adds to in output, and gate and up of it."""
-        frame, inputs = self.frame, self.frame.inputs
-        is_apart = inputs.scale is not None and any(dropouts)  # SwiGLU's kernels do not scale then
-        gate_up, m, rstd = inputs.buffer.project_norm(
-            x, frame.norm, inputs.base_bias, dropouts.inputs,
-            output if adds_to_copy(frame, dropouts.output) else None, in_fp32=is_apart,
-        )  # fmt: skip
-        unscaled = None
-        if is_apart:
-            gate_up, unscaled = scaled_inputs(inputs, gate_up, m.x, dropouts.inputs)
-        return Entered(m, rstd, unscaled=unscaled), gate_up
+    ) -> tuple[Tensor, Entered]:
+        """Return gate and up of the norm of x, and that. x also goes into output, if down adds to
+        it there."""
+        copy = output if adds_to_copy(self.frame, dropouts.output) else None
+        # SwiGLU's kernels scale, but not with dropout
+        return enter(self.frame, x, dropouts.inputs, copy, scales=any(dropouts))
 
     def _add_activated(
         self, entered: Entered, gate_up: Tensor, x: Tensor, output: Tensor | None,
         dropout: Dropout | None,
     ) -> Added:  # fmt: skip
         """Write x plus down of the activated gate_up into output, if it is given."""
-        frame, down, hidden = self.frame, self.frame.output, None
+        frame, down, dropped = self.frame, self.frame.output, None
         if dropout is not None and down.scale is not None:
             activated = swiglu_forward if self.activation == "silu" else geglu_forward
-            hidden = activated(*gate_up.chunk(2, 1))
+            dropped = down.dropped_base(activated(*gate_up.chunk(2, 1)), dropout)
 
         def project(residual: Tensor | None, total: Tensor | None, multiplier: float) -> Tensor:
             return down.buffer.add_swiglu(
@@ -145,7 +140,7 @@ class MLPBlock(NamedTuple):
         if output is None and frame.norm_after is None and down.scale is None:
             return Added(project(x, None, frame.multiplier), None, None)
         total = torch.empty_like(x) if output is None else output
-        return add_projection(frame, x, total, project, hidden, dropout)
+        return add_projection(frame, x, total, project, dropped)
 
     def _activation(self, entered: Entered) -> Activation:
         scale = self.frame.inputs.scale if entered.unscaled is None else None
@@ -157,7 +152,7 @@ class MLPBlock(NamedTuple):
         def add(rows: slice) -> Tensor:
             assert output is not None
             its_dropouts = dropouts.at(rows)
-            entered, gate_up = self._enter(x[rows], output[rows], its_dropouts)
+            gate_up, entered = self._enter(x[rows], output[rows], its_dropouts)
             return self._add_activated(
                 entered, gate_up, x[rows], output[rows], its_dropouts.output
             ).z
@@ -183,7 +178,7 @@ class MLPBlock(NamedTuple):
         self, run: BlockBackward, x: Tensor, z_down: Tensor, gradient: Gradient, need_x: bool
     ) -> tuple:
         """Compute what `backward` reads, and return the gradients of what the block trains."""
-        entered, gate_up = self._enter(x, None, run.dropouts)
+        gate_up, entered = self._enter(x, None, run.dropouts)
         added = Added(z_down, None, None)
         if self.frame.norm_after is not None or self.frame.output.scale is not None:
             added = self._add_activated(entered, gate_up, x, None, run.dropouts.output)

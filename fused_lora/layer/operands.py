@@ -45,6 +45,19 @@ class Trained(NamedTuple):
         biases, magnitudes = others[:projections], others[projections:]
         return cls(adapters_of(adapters), biases, magnitudes, norm, norm_after)
 
+    def split_last(self) -> tuple["Trained", "Trained"]:
+        """Return the values without those of the last projection, None in their place, and the
+        last projection's."""
+        *adapters, last = self.adapters
+        none = [None][: len(self.biases)]
+        return (
+            Trained(
+                (*adapters, Adapter(None, None)), [*self.biases[:-1], *none],
+                [*self.magnitudes[:-1], *none], self.norm,
+            ),
+            Trained((last,), self.biases[-1:], self.magnitudes[-1:], None, self.norm_after),
+        )  # fmt: skip
+
     def flat(self) -> tuple:
         """Return the values as `from_flat` takes them."""
         adapters = tuple(chain.from_iterable(self.adapters))

@@ -45,7 +45,7 @@ MERGED[BaseTunerLayer] = ("merged_adapters",)
 
 UNQUANTISED = "load the model in bf16 or in 4 bits"
 BASE_IS_TRAINED = "its base weight is trained: freeze it, requires_grad_(False)"
-ONLY_IN_LAYERS = "it uses DoRA, which only whole layers compute: ask for layer=True"
+ONLY_IN_LAYERS = "it uses DoRA: ask for layer=True, which runs it, but in no shared expert"
 CAST = "cast the model to bfloat16, float16 or float32"
 
 

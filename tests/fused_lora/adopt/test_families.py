@@ -30,6 +30,10 @@ from fused_lora.kernels.document_bounds import documents_of
 from fused_lora.layer.decoder_layer import DecoderLayer
 
 EVERY = pytest.mark.parametrize("name", FAMILIES)
+WITH_DORA = [  # but mixtures: PEFT has none for experts
+    name for name, one in FAMILIES.items()
+    if not one.not_whole and "LoRA_Experts" not in one.in_layers
+]  # fmt: skip
 LAYER = Fusion(layer=True)
 
 
@@ -96,11 +100,16 @@ def test_each_part_fuses_its_modules_and_trains_and_generates_as_plain_peft_does
     "Mixtral",
     "Phi-4-mini",
     "Qwen2-VL",
+    "LFM2, DoRA",
 )
-@EVERY
-def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [*((name, {}) for name in FAMILIES), *((name, {"use_dora": True}) for name in WITH_DORA)],
+    ids=[*FAMILIES, *(f"{name}, DoRA" for name in WITH_DORA)],
+)
+def test_layers_run_whole_and_right_or_say_what_they_are(name, lora, device):
     """`test_decoder_layer.py` tests layers in bf16, one at a time."""
-    plain = FAMILIES[name].peft_model(device).train()
+    plain = FAMILIES[name].peft_model(device, **lora).train()
     fused = copy.deepcopy(plain)
     if reason := FAMILIES[name].not_whole:
         wanted = f"layer=True fuses no module: {reason}"

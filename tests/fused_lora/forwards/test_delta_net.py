@@ -159,13 +159,14 @@ def test_what_is_trained_beside_keeps_a_layer_from_running_whole(
 @pytest.mark.slow("full-Qwen3.5", "offload-LFM2")
 @EACH
 @pytest.mark.parametrize("checkpoint", ["full", "offload"])
+@pytest.mark.parametrize("use_dora", [False, True])
 def test_with_dropout_a_checkpoint_recomputes_a_whole_layer_with_the_same_masks(
-    checkpoint, family, device
+    use_dora, checkpoint, family, device
 ):
-    found = []
+    found, lora = [], {"lora_dropout": 0.3, "use_dora": use_dora}
     for policy in ("none", checkpoint):
-        fusion = Fusion(**ALL, layer=True, checkpoint=policy)
-        fused, _, _ = pair(device, fusion=fusion, family=family, lora_dropout=0.3)
+        fusion = Fusion(layer=True, cross_entropy=True, checkpoint=policy)
+        fused, _, _ = pair(device, fusion=fusion, family=family, **lora)
         torch.manual_seed(0)
         found.append(step(fused))
     assert found[0].functions["BeforeMixer"] == 1

@@ -30,6 +30,7 @@ SEED = torch.tensor([2**62 + 12_345])
 # joins q, k and v into one projection with one mask, and gate and up into another.
 OF_LAYER = {name: i for i, name in enumerate((*ATTENTION, *MLP))}
 OF_LAYER |= {"qkv_proj": OF_LAYER["q_proj"], "gate_up_proj": OF_LAYER["gate_proj"]}
+OF_LAYER |= {name: i for i, name in enumerate(("in_proj", "out_proj", "w1", "w3", "w2"))}
 OF_PARTS = {name: i for names in (ATTENTION, MLP) for i, name in enumerate(names)}
 OF_JOINED_PARTS = OF_PARTS | {"qkv_proj": 0, "gate_up_proj": 0}
 
@@ -157,10 +158,14 @@ OPTIONS = {  # of one layer of a model, with more tokens than a word has bits
         "family": "Gemma3Text", "config": {"pad_token_id": 0}, "use_dora": True
     },
     "DoRA, joined projections": PHI | {"use_dora": True},
+    "DoRA, a convolution": {
+        "family": "Lfm2", "use_dora": True, "target_modules": "all-linear",
+        "config": {"pad_token_id": 0, "layer_types": ["conv"], "block_auto_adjust_ff_dim": False},
+    },
 }  # fmt: skip
 
 
-@pytest.mark.slow("bf16, q and down alone in fp32")
+@pytest.mark.slow("bf16, q and down alone in fp32", "DoRA, a convolution")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_layer_is_within_the_error_budget(options, device, monkeypatch):
     draw_one_seed(monkeypatch)

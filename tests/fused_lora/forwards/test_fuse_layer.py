@@ -47,10 +47,11 @@ def test_a_layer_takes_its_inputs_by_position(fusion, device):
         layer_of(fused)(hidden, *[None] * 39)
 
 
-@pytest.mark.slow("ours")
+@pytest.mark.slow("LoRA-ours", "DoRA-reentrant", "DoRA-not reentrant")
 @pytest.mark.parametrize("how", ["ours", "reentrant", "not reentrant"])
-def test_checkpointed_gradients_are_those_of_kept_ones(how, calls, device):
-    model, _, _ = pair(device)
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+def test_checkpointed_gradients_are_those_of_kept_ones(use_dora, how, calls, device):
+    model, _, _ = pair(device, use_dora=use_dora)
     want = step(model, length=SHORT)
     model.enable_input_require_grads()  # a reentrant checkpoint sees no other gradient
     if how == "ours":

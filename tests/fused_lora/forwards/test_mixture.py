@@ -24,6 +24,7 @@ from fused_lora.forwards import layer_reading
 
 PACKED = [[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2
 ATTENTION_ALONE = {"target_modules": ["q_proj", "o_proj"], "target_parameters": None}
+CONVOLUTIONS_ALONE = {"target_modules": ["in_proj", "out_proj"], "target_parameters": None}
 EXPERTS_ALONE = {"target_modules": [], **EXPERTS}
 # ten tokens choose of sixteen experts: some get none
 MANY = TOP_2 | {"num_experts": 16, "num_local_experts": 16}
@@ -51,6 +52,7 @@ def model(device, name, dtype=torch.bfloat16, config=None, **lora):
         ("gpt-oss", {}),
         ("Qwen3.5-MoE", {}),
         ("LFM2-MoE", {}),
+        ("LFM2-MoE", CONVOLUTIONS_ALONE | {"use_dora": True}),
     ],
 )
 def test_a_mixture_is_within_the_error_budget(name, lora, policy, device):

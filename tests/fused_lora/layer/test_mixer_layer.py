@@ -63,12 +63,16 @@ def check(device, shape=(2, 5), dtype=torch.float32, mask=None, layouts=None, **
     assert_layer_right(fused, plain, shape, dtype, mask=mask, **(layouts or {}))
 
 
-@pytest.mark.slow("bf16-delta net", "bf16 with fp32 adapters-delta net", "fp32-convolution")
+@pytest.mark.slow(
+    "LoRA-bf16-delta net", "LoRA-bf16 with fp32 adapters-delta net", "LoRA-fp32-convolution",
+    "DoRA-fp16-delta net", "DoRA-fp32-convolution",
+)  # fmt: skip
 @EACH
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_output_and_gradients_are_within_the_error_budget(dtype, mixer, device):
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+def test_output_and_gradients_are_within_the_error_budget(use_dora, dtype, mixer, device):
     """Of 39 tokens: over ten, how far rounding moves the gradients of four heads' g is luck."""
-    check(device, (3, 13), mixer=mixer, **DTYPES[dtype])
+    check(device, (3, 13), mixer=mixer, use_dora=use_dora, **DTYPES[dtype])
 
 
 OPTIONS = {
@@ -77,6 +81,10 @@ OPTIONS = {
         "rank_pattern": {"in_proj_z": 3, "out_proj": 12}, "alpha_pattern": {"in_proj_qkv": 5}
     },
     "adapters on some": {"target_modules": ["in_proj_qkv", "in_proj_a", "down_proj"]},
+    "magnitudes of some": {
+        "target_modules": ["in_proj_qkv", "in_proj_a", "down_proj"], "use_dora": True
+    },
+    "a magnitude of the last alone": {"target_modules": ["out_proj"], "use_dora": True},
     "2 taps": {"config": {"linear_conv_kernel_dim": 2}},
     "biases": {"mixer": "convolution", "config": {"conv_bias": True}},
     "a trained convolution": {"mixer": "convolution", "modules_to_save": ["conv.conv"]},
@@ -105,10 +113,11 @@ def test_an_empty_batch_has_gradients_of_zero(mixer, device):
 
 
 @EACH
-def test_padding_reaches_neither_the_mixer_nor_the_norm(mixer, device):
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_padding_reaches_neither_the_mixer_nor_the_norm(use_dora, mixer, device):
     mask = torch.ones(2, 5, dtype=torch.int64, device=device)
     mask[0, :2] = mask[1, 4:] = 0
-    check(device, mask=mask, mixer=mixer, **BF16)
+    check(device, mask=mask, mixer=mixer, use_dora=use_dora, **BF16)
 
 
 @EACH
@@ -119,8 +128,9 @@ def test_any_layout_of_the_input_and_the_gradient(layout, mixer, device):
 
 
 @EACH
-def test_a_second_backward_through_a_retained_graph_is_right(mixer, device):
-    fused, _ = layers(device, mixer)
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_second_backward_through_a_retained_graph_is_right(use_dora, mixer, device):
+    fused, _ = layers(device, mixer, use_dora=use_dora)
     layer = layer_of(fused)
     hidden, grad = tokens((2, 5), torch.float32, device)
     want = run(fused, hidden, grad)
@@ -161,10 +171,11 @@ def test_the_input_is_saved_once_and_masks_by_the_function_that_uses_them_alone(
 
 
 @EACH
-def test_on_weights_in_4_bits_it_computes_what_these_stand_for(mixer, device):
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_on_weights_in_4_bits_it_computes_what_these_stand_for(use_dora, mixer, device):
     found = []
     for change in (quantised, lambda base: dequantised(quantised(base))):
-        fused, _ = layers(device, mixer, change=change, **BF16)
+        fused, _ = layers(device, mixer, change=change, use_dora=use_dora, **BF16)
         found.append(run(fused, *tokens((2, 5), torch.bfloat16, device)))
     got, want = found
     assert got.keys() == want.keys() and any("out_proj.lora_A" in name for name in got)

@@ -62,6 +62,7 @@ FUSED = {
     "experts": ("Qwen3-MoE", Fusion(**ALL)),
     "experts in 4 bits": ("Qwen3-MoE", Fusion(**ALL), {"change": with_experts}),
     "delta nets": ("Qwen3.5", Fusion(**ALL, layer=True, checkpoint="full")),
+    "delta nets, DoRA": ("Qwen3.5", WHOLE, {"use_dora": True}),
     "convolutions": ("LFM2", Fusion(**ALL, layer=True)),
 }
 
@@ -88,9 +89,10 @@ def test_fused_model_is_trained_as_by_the_eager_loop(device, fused, autocast):
     if family in (*FAMILIES, "Phi3"):
         model = peft_model(device, family, dtype, config, **dict(*lora))
     else:
-        model = families_case.FAMILIES[family].peft_model(device, dtype).train()
-        for change in dict(*lora).values():
-            change(model)
+        options = dict(*lora)
+        change = options.pop("change", lambda model: None)
+        model = families_case.FAMILIES[family].peft_model(device, dtype, **options).train()
+        change(model)
     context = partial(torch.autocast, "cuda", torch.bfloat16, enabled=autocast)
     both = steps(model, 2**-12, fusion, autocast=context, max_grad_norm=1.0)
     schedulers = [halving(one.optimizer) for one in both]
