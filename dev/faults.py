@@ -197,6 +197,8 @@ FAULTS = (
           "routed_rows launchers"),
     Fault("fused_lora/kernels/routed_rows.py", "total += scaling * tl.load", "total += tl.load",
           "routed_rows launchers"),
+    Fault("fused_lora/kernels/routed_rows.py", "tl.join(gate, up)", "tl.join(up, gate)",
+          "launchers"),
     # attention
     Fault("fused_lora/kernels/qkv_rope.py", "x_2 * cos_2[None, :]", "x_2 * cos_1[None, :]",
           "contract"),

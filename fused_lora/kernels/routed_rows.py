@@ -65,13 +65,43 @@ def _gated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def _columns_of(row, column, columns, IS_CLAMPED: tl.constexpr):
-    """Return the places of gate and up for these columns of hidden."""
-    if IS_CLAMPED:
-        at_gate = row * 2 * columns + 2 * column
-        return at_gate, at_gate + 1
-    at_gate = row * 2 * columns + column
-    return at_gate, at_gate + columns
+def _load_gate_up(ptr, row, is_row, first, columns, BLOCK: tl.constexpr, TAKE_TURNS: tl.constexpr):
+    """Return gate and up of these rows, in fp32, from their column `first` on.
+
+    Where they take turns we load both as one tile and split it in registers: a GPU loads 16 bytes
+    at a time from columns that are adjacent, but only 2 from every second one.
+    """
+    if TAKE_TURNS:
+        column = 2 * first + tl.arange(0, 2 * BLOCK)[None, :]
+        mask = is_row & (column < 2 * columns)
+        both = tl.load(ptr + row * 2 * columns + column, mask=mask, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(both, row.shape[0], BLOCK, 2))
+    else:
+        column = first + tl.arange(0, BLOCK)[None, :]
+        mask = is_row & (column < columns)
+        at = row * 2 * columns + column
+        gate = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(ptr + at + columns, mask=mask, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _store_gate_up(
+    ptr, gate, up, row, is_row, first, columns, BLOCK: tl.constexpr, TAKE_TURNS: tl.constexpr
+):
+    """Write gate and up to where `_load_gate_up` finds them."""
+    gate, up = gate.to(ptr.dtype.element_ty), up.to(ptr.dtype.element_ty)
+    if TAKE_TURNS:
+        column = 2 * first + tl.arange(0, 2 * BLOCK)[None, :]
+        mask = is_row & (column < 2 * columns)
+        both = tl.reshape(tl.join(gate, up), row.shape[0], 2 * BLOCK)
+        tl.store(ptr + row * 2 * columns + column, both, mask=mask)
+    else:
+        column = first + tl.arange(0, BLOCK)[None, :]
+        mask = is_row & (column < columns)
+        at = row * 2 * columns + column
+        tl.store(ptr + at, gate, mask=mask)
+        tl.store(ptr + at + columns, up, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -95,26 +125,25 @@ def _routed_swiglu_forward_kernel(
     IS_CLAMPED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    mask = (row < rows) & (column < columns)
-    at_gate, at_up = _columns_of(row, column, columns, IS_CLAMPED)
-    gate = tl.load(base_ptr + at_gate, mask=mask).to(tl.float32)
-    up = tl.load(base_ptr + at_up, mask=mask).to(tl.float32)
+    is_row, first = row < rows, tl.program_id(1) * BLOCK
+    gate, up = _load_gate_up(base_ptr, row, is_row, first, columns, BLOCK, IS_CLAMPED)
     if HAS_ADDEND:
-        gate += scaling * tl.load(addend_ptr + at_gate, mask=mask).to(tl.float32)
-        up += scaling * tl.load(addend_ptr + at_up, mask=mask).to(tl.float32)
+        more, more_up = _load_gate_up(addend_ptr, row, is_row, first, columns, BLOCK, IS_CLAMPED)
+        gate += scaling * more
+        up += scaling * more_up
     if HAS_BIAS:
-        expert = tl.load(expert_ptr + row, mask=row < rows, other=0)
-        bias_gate, bias_up = _columns_of(expert, column, columns, IS_CLAMPED)
-        gate += tl.load(bias_ptr + bias_gate, mask=mask).to(tl.float32)
-        up += tl.load(bias_ptr + bias_up, mask=mask).to(tl.float32)
+        expert = tl.load(expert_ptr + row, mask=is_row, other=0)
+        more, more_up = _load_gate_up(bias_ptr, expert, is_row, first, columns, BLOCK, IS_CLAMPED)
+        gate += more
+        up += more_up
     if HAS_ADDEND or HAS_BIAS:
-        tl.store(gate_up_ptr + at_gate, gate.to(gate_up_ptr.dtype.element_ty), mask=mask)
-        tl.store(gate_up_ptr + at_up, up.to(gate_up_ptr.dtype.element_ty), mask=mask)
-    weight = tl.load(weight_ptr + row, mask=row < rows).to(tl.float32)
+        _store_gate_up(gate_up_ptr, gate, up, row, is_row, first, columns, BLOCK, IS_CLAMPED)
+    weight = tl.load(weight_ptr + row, mask=is_row).to(tl.float32)
     hidden, _, _ = _gated(gate, up, alpha, limit, IS_CLAMPED)
     hidden *= weight
     dtype = hidden_ptr.dtype.element_ty
+    column = first + tl.arange(0, BLOCK)[None, :]
+    mask = is_row & (column < columns)
     tl.store(hidden_ptr + row * columns + column, hidden.to(dtype), mask=mask)
 
 
@@ -139,27 +168,28 @@ def _routed_swiglu_backward_kernel(
     HIDDEN_NEEDED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    weight = tl.load(weight_ptr + row, mask=row < rows).to(tl.float32)
+    is_row = row < rows
+    weight = tl.load(weight_ptr + row, mask=is_row).to(tl.float32)
     dtype = grad_gate_up_ptr.dtype.element_ty
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, columns, BLOCK):
         column = (first + tl.arange(0, BLOCK))[None, :]
-        mask = (row < rows) & (column < columns)
+        mask = is_row & (column < columns)
         at = row * columns + column
-        at_gate, at_up = _columns_of(row, column, columns, IS_CLAMPED)
         grad = tl.load(base_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if HAS_ADDEND:
             grad += scaling * tl.load(addend_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.load(gate_up_ptr + at_gate, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_up_ptr + at_up, mask=mask, other=0.0).to(tl.float32)
+        gate, up = _load_gate_up(gate_up_ptr, row, is_row, first, columns, BLOCK, IS_CLAMPED)
         hidden, by_gate, by_up = _gated(gate, up, alpha, limit, IS_CLAMPED)
         sums += grad * hidden
         grad *= weight
         if HIDDEN_NEEDED:
             tl.store(hidden_ptr + at, (weight * hidden).to(dtype), mask=mask)
-        tl.store(grad_gate_up_ptr + at_gate, (grad * by_gate).to(dtype), mask=mask)
-        tl.store(grad_gate_up_ptr + at_up, (grad * by_up).to(dtype), mask=mask)
-    tl.store(grad_weight_ptr + row, tl.sum(sums, 1)[:, None], mask=row < rows)
+        _store_gate_up(
+            grad_gate_up_ptr, grad * by_gate, grad * by_up, row, is_row, first, columns, BLOCK,
+            IS_CLAMPED,
+        )  # fmt: skip
+    tl.store(grad_weight_ptr + row, tl.sum(sums, 1)[:, None], mask=is_row)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -242,14 +272,14 @@ def routed_swiglu_forward(
     is_base = addend is None and bias is None
     gate_up = base if is_base else torch.empty_like(base)
     hidden = base.new_empty(rows, columns)
-    per_program, block = _tile(columns)
+    per_program, block, warps = _tile(columns, gate)
     if hidden.numel():
         launch(
             _routed_swiglu_forward_kernel, (cdiv(rows, per_program), cdiv(columns, block)), base,
             base if addend is None else addend, base if bias is None else bias.contiguous(),
             base if expert is None else expert, weight, gate_up, hidden, scaling, *gate, rows,
             columns, per_program, block, addend is not None, bias is not None, gate.limit > 0,
-            num_warps=4,
+            num_warps=warps,
         )  # fmt: skip
     return gate_up, hidden
 
@@ -283,14 +313,14 @@ def routed_swiglu_backward(
     hidden = torch.empty_like(base) if hidden_needed else None
     grad_gate_up = torch.empty_like(gate_up)
     grad_weight = base.new_empty(rows, dtype=torch.float32)
-    per_program, block = _tile(columns)
+    per_program, block, warps = _tile(columns, gate)
     if base.numel():
         launch(
             _routed_swiglu_backward_kernel, (cdiv(rows, per_program),), base,
             base if addend is None else addend, gate_up, weight,
             grad_gate_up if hidden is None else hidden, grad_gate_up, grad_weight,
             scaling, *gate, rows, columns, per_program, block, addend is not None, gate.limit > 0,
-            hidden_needed, num_warps=4,
+            hidden_needed, num_warps=warps,
         )  # fmt: skip
     return hidden, grad_gate_up, grad_weight
 
@@ -331,21 +361,26 @@ def sum_routed(
     residual = _contiguous(residual)
     out = (base if residual is None else residual).new_empty(*places.shape[:-1], columns)
     its_bias = (base,) * 3 if bias is None else [one.contiguous() for one in bias]
-    per_program, block = _tile(columns)
+    per_program, block, warps = _tile(columns)
     if tokens := out.numel() // columns:
         launch(
             _sum_routed_kernel, (cdiv(tokens, per_program), cdiv(columns, block)), base,
             base if addend is None else addend, places, base if residual is None else residual,
             *its_bias, out, scaling, tokens, columns, top_k, per_program, block,
-            addend is not None, residual is not None, bias is not None, num_warps=4,
+            addend is not None, residual is not None, bias is not None, num_warps=warps,
         )  # fmt: skip
     return out
 
 
-def _tile(columns: int) -> tuple[int, int]:
-    """Return the rows and columns of a program's tile."""
+def _tile(columns: int, gate: ClampedGate = SWIGLU) -> tuple[int, int, int]:
+    """Return the rows and columns of a program's tile, and its warps.
+
+    A thread has 16 columns. Where gate and up take turns it has 4: with both that is one load of 16
+    bytes. With more, threads exchange elements, and the backward computes the gate twice.
+    """
+    tile, warps = (TILE // 2, 8) if gate.limit > 0 else (TILE, 4)
     block = min(MAX_BLOCK, next_power_of_2(columns))
-    return TILE // block, block
+    return tile // block, block, warps
 
 
 def _contiguous(addend: Tensor | None) -> Tensor | None:

@@ -165,14 +165,18 @@ LAUNCHERS = {
         )
         for which in (swiglu.SWIGLU, swiglu.GEGLU)
     },
-    "routed rows": Launcher(
-        (
-            (routed_rows, "_routed_swiglu_forward_kernel", "_routed_swiglu_backward_kernel",
-             "_sum_routed_kernel"),
-        ),
-        routed.SIZES, "odd", routed.NONE, routed.make, on_case(routed.fused),
-        on_case(routed.eager), writes=0,
-    ),
+    **{
+        f"routed rows{which}": Launcher(
+            (
+                (routed_rows, "_routed_swiglu_forward_kernel", "_routed_swiglu_backward_kernel",
+                 "_sum_routed_kernel"),
+            ),
+            routed.SIZES, "odd", routed.NONE, routed.make,
+            on_case(partial(routed.fused, gate=gate)), on_case(partial(routed.eager, gate=gate)),
+            writes=0,
+        )
+        for which, gate in (("", routed.SWIGLU), (", clamped gate", routed.CLAMPED))
+    },
     **{
         f"swiglu_forward_product{which}": Launcher(
             (

@@ -1,10 +1,12 @@
 """The kernels between a mixture's matmuls, against eager PyTorch (`test_launchers.py`)."""
 
 import torch
-import torch.nn.functional as F
+from cases.experts_case import gated
 from cases.reference import random, seeded
 
 from fused_lora.kernels.routed_rows import (
+    SWIGLU,
+    ClampedGate,
     RoutedBias,
     routed_swiglu_backward,
     routed_swiglu_forward,
@@ -12,6 +14,7 @@ from fused_lora.kernels.routed_rows import (
 )
 
 TOP_K, SCALING = 2, 1.5
+CLAMPED = ClampedGate(1.702, 100.0)  # no value rounds across this limit
 SIZES = {"odd": (26, 139), "more than one block": (4, 1030), "one column": (2, 1)}
 NONE = (0, 8)
 
@@ -40,23 +43,22 @@ def beside(grad, weight):
     return random(rows // TOP_K, columns, seed=7, **options), bias
 
 
-def fused(base, addend, grad, grad_addend, weight, layout):
+def fused(base, addend, grad, grad_addend, weight, layout, gate=SWIGLU):
     weight = weight.flatten()
     both = layout(base), layout(addend), SCALING
-    gate_up, hidden = routed_swiglu_forward(*both, weight)
+    gate_up, hidden = routed_swiglu_forward(*both, weight, gate)
     grads = layout(grad), layout(grad_addend), SCALING
-    again = routed_swiglu_backward(*grads, gate_up, weight)
+    again = routed_swiglu_backward(*grads, gate_up, weight, gate)
     places, (residual, bias) = places_for(len(grad), grad.device), beside(grad, weight)
     bias = bias._replace(bias=layout(bias.bias))
     totals = sum_routed(*grads, places), sum_routed(*grads, places, layout(residual), bias)
     return gate_up, hidden, *again, *totals
 
 
-def eager(base, addend, grad, grad_addend, weight):
+def eager(base, addend, grad, grad_addend, weight, gate=SWIGLU):
     gate_up = (base + SCALING * addend).requires_grad_()
     weight = weight.flatten().requires_grad_()
-    gate, up = gate_up.chunk(2, dim=-1)
-    hidden = F.silu(gate) * up * weight[:, None]
+    hidden = gated(gate_up, gate) * weight[:, None]
     grad = grad + SCALING * grad_addend
     gradients = torch.autograd.grad(hidden, (gate_up, weight), grad)
     places, (residual, bias) = places_for(len(grad), grad.device), beside(grad, weight)
