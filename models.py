@@ -67,6 +67,7 @@ def build(
     device: str,
     seed: int,
     base: Base = BF16,
+    host_layers: int = 0,
 ) -> Built:
     """Build `variant` from the base weights in `checkpoint`, in training mode on `device`.
 
@@ -78,10 +79,13 @@ def build(
     On a `base` in NF4 the layers' weights are quantised as they are loaded. Embeddings, norms and
     lm_head stay in bf16: we leave out PEFT's `prepare_model_for_kbit_training`, which turns them to
     fp32 and makes every step slower.
+
+    host_layers: how many layers have their base in host memory, with our `host_base` or Unsloth's
+    `offload_layers`.
     """
     recipe = recipe_of(variant)
     make = _unsloth_model if recipe.library == "unsloth" else _peft_model
-    model = make(recipe, checkpoint, lora, seq_len, device, seed, base)
+    model = make(recipe, checkpoint, lora, seq_len, device, seed, base, host_layers)
     set_adapters(model, seed)
     model.train()
     is_mixed = (recipe.base_dtype, recipe.adapter_dtype) == ("bfloat16", "float32")
@@ -171,7 +175,7 @@ def _adapters(model: torch.nn.Module):
     return ((name, p) for name, p in model.named_parameters() if ".lora_" in name)
 
 
-def _peft_model(recipe, checkpoint, lora, seq_len, device, seed, base):
+def _peft_model(recipe, checkpoint, lora, seq_len, device, seed, base, host_layers):
     from peft import LoraConfig, get_peft_model
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -184,7 +188,7 @@ def _peft_model(recipe, checkpoint, lora, seq_len, device, seed, base):
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint,
         dtype=getattr(torch, recipe.base_dtype),
-        device_map={"": device},
+        device_map={"": "cpu" if host_layers else device},
         attn_implementation=recipe.attention,
         quantization_config=nf4_config() if base == NF4 else None,
         local_files_only=True,
@@ -193,7 +197,14 @@ def _peft_model(recipe, checkpoint, lora, seq_len, device, seed, base):
     if recipe.checkpointing != "none" and "checkpoint" not in recipe.fused:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     config = LoraConfig(**lora_options(lora), task_type="CAUSAL_LM")
-    return get_peft_model(model, config, autocast_adapter_dtype=recipe.adapter_dtype == "float32")
+    in_fp32 = recipe.adapter_dtype == "float32"
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
+    if host_layers:
+        from fused_lora import host_base
+
+        host_base(adapted, model.config.get_text_config().num_hidden_layers - host_layers)
+        adapted.to(device)
+    return adapted
 
 
 def nf4_config() -> Any:
@@ -216,7 +227,7 @@ def lora_options(lora: Lora) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _unsloth_model(recipe, checkpoint, lora, seq_len, device, seed, base):
+def _unsloth_model(recipe, checkpoint, lora, seq_len, device, seed, base, host_layers):
     from unsloth import FastLanguageModel
 
     mode = {"unsloth": "unsloth", "full": True, "none": False}[recipe.checkpointing]
@@ -228,6 +239,7 @@ def _unsloth_model(recipe, checkpoint, lora, seq_len, device, seed, base):
         local_files_only=True,
         use_exact_model_name=True,
         use_gradient_checkpointing=mode,
+        **({"offload_layers": host_layers} if host_layers else {}),
     )
     return FastLanguageModel.get_peft_model(
         model, **lora_options(lora), max_seq_length=seq_len, use_gradient_checkpointing=mode,

@@ -580,6 +580,7 @@ FAULTS = (
           "\" (noise)\" if row.verdict != NOISE", "summary"),
     Fault("report/fits.py", "own.keys() & other.keys()", "own.keys() | other.keys()",
           "fits"),
+    Fault("models.py", ".num_hidden_layers - host_layers", ".num_hidden_layers", "measure"),
     Fault("dev/measure/long_rows.py", "step.reserved_gib <= card_gib - CONTEXT_GIB",
           "step.allocated_gib <= card_gib - CONTEXT_GIB", "measure"),
     Fault("dev/measure/long_rows.py", "longest_in(room, first_two",

@@ -2,14 +2,19 @@
 
     python -m dev.measure.long_rows --model configs/llama3-8b.json --runs fused --cards 16 24
     python -m dev.measure.long_rows --model configs/qwen3-4b.json --runs unsloth --cards 80
+    python -m dev.measure.long_rows --base bf16 --host-layers 31 --runs fused unsloth \
+        --cards 24 --lengths 4096 16384 --limit 0
 
-A base in NF4 with random weights, adapters on all linear layers, one row a step. A run first trains
-two rows that take seconds. From what they reserve it works out the longest row of each card, and
-trains that one too, with torch held to the card's size less 0.6 GiB for CUDA's context. If it
-trains we try a longer row, up to what allocated memory alone would allow, otherwise a shorter one.
-Where a step would take longer than --limit seconds the length is only "predicted". Rows of the
-table are appended to long_rows.txt in --out as soon as they are there. Needs bitsandbytes, and a
-GPU. `PYTORCH_ALLOC_CONF` is yours to set; Unsloth sets its own.
+A base with random weights, adapters on all linear layers, one row a step. A run first trains two
+rows that take seconds. From what they reserve it works out the longest row of each card, and trains
+that one too, with torch held to the card's size less 0.6 GiB for CUDA's context. If it trains we
+try a longer row, up to what allocated memory alone would allow, otherwise a shorter one. Where a
+step would take longer than --limit seconds the length is only "predicted". Rows of the table are
+appended to long_rows.txt in --out as soon as they are there. Needs bitsandbytes, and a GPU.
+`PYTORCH_ALLOC_CONF` is yours to set; Unsloth sets its own.
+
+--host-layers keeps the base of so many layers in host memory: fused with `host_base`, Unsloth with
+its offload_layers, which leaves it at least one. --limit 0 trains the two rows alone.
 
 unsloth_tiled is its unsloth_tiled_mlp=True; it writes into its tiles, which torch may refuse.
 unsloth_tiled_norms keeps the norms' outputs, for which it writes elsewhere.
@@ -33,7 +38,7 @@ from bench.weights import read_config, resolve
 from models import Built, build
 from report.fits import CONTEXT_GIB
 from report.table import thousands
-from variants import BASELINE, BF16, NF4, WITHOUT, Lora
+from variants import BASELINE, BASES, BF16, NF4, WITHOUT, Lora
 
 from .families import write_config
 from .table import ON_GPU, add_sizes, draw_weights
@@ -49,7 +54,7 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
 }
 POSITIONS = 2**20  # long enough that nothing scales RoPE
 # Multiples of "grid", as many rows for each card as "tries", each step of at most "limit" seconds
-SIZES = {"--grid": 4096, "--tries": 2, "--limit": 120, "--rank": 32}
+SIZES = {"--grid": 4096, "--tries": 2, "--limit": 120, "--rank": 32, "--host-layers": 0}
 CLOSE = 0.03  # of a length: nearer we do not look
 COLUMNS = (
     "model", "run", "card, GiB", "tokens", "how", "s a step", "tokens/s", "allocated, GiB",
@@ -184,7 +189,7 @@ def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) ->
     variant = BASELINE + WITHOUT if run == FUSED else "full_unsloth"
     built = build(
         variant, checkpoint, Lora(rank=asked.rank, alpha=2 * asked.rank), asked.lengths[-1],
-        "cuda" if ON_GPU else "cpu", seed=0, base=NF4 if ON_GPU else BF16,
+        "cuda" if ON_GPU else "cpu", 0, asked.base if ON_GPU else BF16, asked.host_layers,
     )  # fmt: skip
     model: Any = built.model
     if run == FUSED:
@@ -261,6 +266,7 @@ def main(argv: list[str] | None = None) -> int:
                         help="tokens of the two short rows (default: 32768 65536), more than "
                              "16384: with fewer, fused keeps its last layer whole")  # fmt: skip
     add_sizes(parser, SIZES)
+    parser.add_argument("--base", choices=BASES, default=NF4, help="(default: nf4)")
     parser.add_argument("--checkpoint", default="offload", help="of fused (default: offload)")
     parser.add_argument("--host-gib", type=float, metavar="GIB",
                         help="host memory of fused (default: its own choice)")  # fmt: skip
@@ -292,7 +298,8 @@ def measure_all(asked: argparse.Namespace, checkpoint: Path, write: Callable[[st
     model = Path(asked.model).stem + (f", {asked.layers} layers" if asked.layers else "")
     cards, lengths = (", ".join(f"{n:,g}" for n in some) for some in (asked.cards, asked.lengths))
     device = torch.cuda.get_device_name() if ON_GPU else "CPU"
-    write(f"{model}, rank {asked.rank}, {device}, torch {torch.__version__}")
+    where = f", {asked.host_layers} layers in host memory" if asked.host_layers else ""
+    write(f"{model}, {asked.base}{where}, rank {asked.rank}, {device}, torch {torch.__version__}")
     write(f"rows of {lengths} tokens, then the longest of cards of {cards} GiB, if a step takes "
           f"less than {asked.limit:g} s")  # fmt: skip
     write(f"| {' | '.join(COLUMNS)} |\n{'| --- ' * len(COLUMNS)}|")

@@ -21,8 +21,9 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ..forwards.experts import PARAMETERS
-from ..weights.expert_weight import NOT_SAVED, Encoding, ExpertWeight
+from ..weights.expert_weight import Encoding, ExpertWeight
 from ..weights.mxfp4 import packed_in_mxfp4
+from ..weights.wrapped_weight import NOT_SAVED
 
 METHOD = "mxfp4_kept"  # our name among transformers' quantisation methods
 BYTES = 17 / 32  # of a value: half a byte, and a scale for each 32
@@ -102,4 +103,4 @@ class _Keep(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        raise RuntimeError(NOT_SAVED)
+        raise RuntimeError(NOT_SAVED.format(ExpertWeight.kept))

@@ -14,16 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels.packed_4bit import Packed4bit, dequantized
-from ..layer.buffer import PlacedWeight
 from ..reading.four_bit import packed_from
 from .mxfp4 import encoded_in_mxfp4
-from .wrapped_weight import SAME, WrappedWeight, aten, written_of
+from .wrapped_weight import SAME, BaseWeight, aten, written_of
 
 CASTS = None, torch.bfloat16, torch.float16, torch.float32  # what codes can be dequantised to
-NOT_SAVED = (
-    "this weight is in 4 bits and cannot be saved or read from memory: save the adapters alone, "
-    "model.save_pretrained(folder)"
-)
 NOT_SHARDED = (
     "fully_shard would keep its parts of this weight dequantised: give it experts in 4 bits as "
     "ignored_params"
@@ -52,11 +47,12 @@ class Encoding(NamedTuple):
         return packed_from(*quantize_4bit(weight, **options))
 
 
-class ExpertWeight(WrappedWeight, PlacedWeight):
+class ExpertWeight(BaseWeight):
     """packed: the weight. encoding: how other values become one."""
 
     packed: Packed4bit
     encoding: Encoding
+    kept = "in 4 bits"
 
     @staticmethod
     @torch.inference_mode(False)  # otherwise it could not be used outside
@@ -105,12 +101,7 @@ class ExpertWeight(WrappedWeight, PlacedWeight):
     def untyped_storage(self):
         return self.packed.codes.untyped_storage()  # it has none itself
 
-    @property
-    def data(self) -> Tensor:
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
+    def assign(self, value: Tensor) -> None:
         if not isinstance(value, ExpertWeight):
             if value.dtype != self.dtype:
                 raise RuntimeError(
@@ -122,18 +113,9 @@ class ExpertWeight(WrappedWeight, PlacedWeight):
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.packed, self.encoding = value.packed, value.encoding  # moved or cast
 
-    def leave_buffer(self) -> None:
-        """Stay as it is: it lies in no buffer."""
-
     def __deepcopy__(self, memo: dict) -> Tensor:
         copied = self.moved(Tensor.clone, self.dtype)
         return memo.setdefault(id(self), nn.Parameter(copied, requires_grad=False))
-
-    def __reduce_ex__(self, _: Any):
-        raise RuntimeError(NOT_SAVED)
-
-    def data_ptr(self) -> int:
-        raise RuntimeError(NOT_SAVED)
 
     @staticmethod
     def run(func: Any, args: Any, kwargs: dict) -> Any:

@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..foreign.parallel import keep_from_ddp
 from ..kernels.fp8_rows import E4M3, SIZES, codes_and_scales
-from ..layer.buffer import PlacedWeight
 from ..layer.fp8.buffer import Fp8Buffer
 from .expert_weight import ExpertWeight
-from .wrapped_weight import SAME, WrappedWeight, aten, written_of
+from .wrapped_weight import SAME, BaseWeight, WrappedWeight, aten, written_of
 
 FP8_DTYPES = (torch.bfloat16,)  # outputs of `_scaled_mm` with row scales
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
@@ -103,7 +102,7 @@ class _Coded(WrappedWeight):
         return func(*args, **kwargs)
 
 
-class Fp8Weight(_Coded, PlacedWeight):
+class Fp8Weight(_Coded, BaseWeight):
     """Rows [row, row + out) of a buffer's weight, in the compute dtype.
 
     original: [out, in] on the host, in that dtype. changes: a counter shared by all weights of one
@@ -150,12 +149,7 @@ class Fp8Weight(_Coded, PlacedWeight):
         """Return the original on this weight's device. On the CPU that is no copy."""
         return self.original.to(self.device)
 
-    @property
-    def data(self) -> Tensor:
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
+    def assign(self, value: Tensor) -> None:
         # torch would change only this object's shape and dtype, not the codes and the original
         if not isinstance(value, Tensor):
             raise TypeError(f"a weight's data must be a tensor, got {type(value).__name__}")

@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..layer.buffer import PlacedWeight
 from ..layer.gathering import WeightSource
-from .wrapped_weight import SAME, WrappedWeight, aten, written_of
+from .wrapped_weight import SAME, BaseWeight, aten, written_of
 
 
-class SourcedWeight(WrappedWeight, PlacedWeight):
+class SourcedWeight(BaseWeight):
     """Rows [row, row + out) of a source."""
 
     source: WeightSource
@@ -47,6 +46,10 @@ class SourcedWeight(WrappedWeight, PlacedWeight):
     def place(self) -> tuple[int, int]:  # type: ignore[override]
         return self.source.address, self.row
 
+    @property
+    def kept(self) -> str:  # type: ignore[override]
+        return self.source.where
+
     def whole(self) -> Tensor:
         """Return these rows in new memory."""
         return self.source.whole()[self.row : self.row + self.shape[0]]
@@ -54,42 +57,19 @@ class SourcedWeight(WrappedWeight, PlacedWeight):
     def untyped_storage(self):
         return self.source.storage  # it has none itself
 
-    @property
-    def data(self) -> Tensor:
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
+    def assign(self, value: Tensor) -> None:
         if not isinstance(value, SourcedWeight):
             raise RuntimeError(self._refused("assigned", "load and merge"))
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.source = value.source  # moved or cast
 
-    def leave_buffer(self) -> None:
-        """Stay as it is: it lies in no buffer."""
-
     def __deepcopy__(self, memo: dict) -> Tensor:
         copied = nn.Parameter(self.like(self.source.copied()), requires_grad=False)
         return memo.setdefault(id(self), copied)
 
-    # often one rank alone saves, and would wait for the others
-
-    def __reduce_ex__(self, _: Any):
-        raise RuntimeError(self._not_saved())
-
-    def data_ptr(self) -> int:
-        raise RuntimeError(self._not_saved())
-
-    def _not_saved(self) -> str:
-        return (
-            f"this weight is {self.source.where}: save the adapters alone, "
-            "model.save_pretrained(folder)"
-        )
-
     def _refused(self, done: str, to_do: str) -> str:
         return (
-            f"this weight is {self.source.where}, so it cannot be {done}: {to_do} before "
-            f"{self.source.call}"
+            f"this weight is {self.kept}, so it cannot be {done}: {to_do} before {self.source.call}"
         )
 
     @classmethod

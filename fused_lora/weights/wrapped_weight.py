@@ -1,14 +1,19 @@
 """Functions for subclasses of Tensor that stand for a weight."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..layer.buffer import PlacedWeight
+
 aten = torch.ops.aten
 # Functions that return the same weight.
 SAME = {aten.detach.default, aten.alias.default}
+
+NOT_SAVED = "this weight is {}: save the adapters alone, model.save_pretrained(folder)"
 
 Kind = TypeVar("Kind", bound=Tensor)
 
@@ -30,6 +35,27 @@ class WrappedWeight(Tensor):
     @staticmethod
     def run(func: Any, args: Any, kwargs: dict) -> Any:
         raise NotImplementedError
+
+
+class BaseWeight(WrappedWeight, PlacedWeight):
+    """A weight that cannot be saved. kept: where or how, for errors. assign: sets its data."""
+
+    kept: str
+    assign: Callable[[Tensor], None]
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.assign(value)
+
+    def leave_buffer(self) -> None:
+        """Stay as it is."""
+
+    def data_ptr(self) -> int:  # whoever saves a tensor asks for it
+        raise RuntimeError(NOT_SAVED.format(self.kept))
 
 
 def written_of(kind: type[Kind], func: Any, args: tuple, kwargs: dict) -> list[Kind]:

@@ -122,12 +122,14 @@ def test_long_rows_are_recorded_as_they_come_and_so_is_why_a_run_ends(
     monkeypatch.setattr(processes, "_Process", InThread)
     peaks = iter([(1.0, 1.0, 0.0), (2.0, 2.0, 0.0), (3.0, 3.1, 0.0), (2.0, 2.0, 0.5)])
     monkeypatch.setattr(long_rows, "memory_gib", lambda: next(peaks))
-    sizes = ["--lengths", "4", "8", "--grid", "4", "--cards", "3.6", "--tries", "2"]
+    sizes = ["--lengths", "4", "8", "--grid", "4", "--cards", "3.6", "--tries", "2",
+             "--host-layers", "2"]  # fmt: skip
     asked = ["--model", TINY, "--cache", str(tmp_path), "--out", str(tmp_path), *sizes]
     assert long_rows.main([*asked, "--runs", "unsloth", "fused"]) == 1
     record = (tmp_path / "long_rows.txt").read_text()
     assert {*record.splitlines()} <= {*capsys.readouterr().out.splitlines()}
     assert "No module named 'unsloth'" in record and "checkpoint: 2 modules fused" in record
+    assert "base: 2 of 2 layers in host memory" in record
     rows = rows_in(record[record.index("| model") :])
     found = [(row["card, GiB"], row["tokens"], row["pinned, GiB"]) for row in rows]
     assert found == [

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import pkgutil
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from bench.weights import materialize, resolve
 from fused_lora.adopt.switches import BORDERS, SWITCHES, switches_for
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 from models import build
-from variants import SUITES, TARGETS, VARIANTS, Lora, Settings, counterpart, recipe_of
+from variants import BF16, SUITES, TARGETS, VARIANTS, Lora, Settings, counterpart, recipe_of
 
 FUSED = [v for v in VARIANTS.values() if v.recipe.fused and not v.recipe.compiled]
 EXACT = {"dynamic": False}
@@ -63,6 +64,19 @@ def test_a_compiled_model_starts_with_an_empty_cache_and_exact_shapes(
     for variant, wanted in (("vanilla_peft", []), ("compiled_peft", ["reset"] + [EXACT] * 2)):
         make(variant, checkpoint, device)
         assert done == wanted
+
+
+@pytest.mark.parametrize(("layers", "told"), [(0, {}), (3, {"offload_layers": 3})])
+def test_unsloth_is_told_how_many_layers_lie_in_host_memory(layers, told, monkeypatch):
+    asked = {}
+    unsloth = SimpleNamespace(
+        from_pretrained=lambda folder, **options: (asked.update(options), None),
+        get_peft_model=lambda model, **options: model,
+    )
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=unsloth))
+    recipe = recipe_of("full_unsloth")
+    models._unsloth_model(recipe, "folder", Lora(), 16, "cuda", 0, BF16, layers)
+    assert {key: asked[key] for key in asked if "offload" in key} == told
 
 
 @pytest.mark.parametrize("told", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

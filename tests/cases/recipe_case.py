@@ -22,6 +22,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from fused_lora import host_base
+
 PACKED = {"packing": True, "max_length": 16, "pad_to_multiple_of": None}
 ONE_LAYER = {"num_hidden_layers": 1, "head_dim": 32}  # packed sequences run in heads of 32
 
@@ -54,6 +56,12 @@ def _reward_model(device):
 def _trl(kind, device, folder, steps, model=_causal_lm, **options):
     options = {"max_steps": steps, "pad_to_multiple_of": 8} | options
     return trainer_of(kind, model(device), folder, **options)
+
+
+def _on_host(device, folder, steps):
+    trainer = _trl("SFT", device, folder, steps)
+    host_base(trainer.model, layers_on_gpu=0)
+    return trainer
 
 
 # --- transformers ---------------------------------------------------------------------------------
@@ -178,6 +186,9 @@ RECIPES = {
     ),
     'SFT, `loss_type="dft"`': Recipe(
         partial(_trl, "SFT", loss_type="dft"), "log_probs", "yes", "weights each token's loss",
+    ),
+    "SFT, base in host memory": Recipe(
+        _on_host, "log_probs", "yes", "[`host_base`](base.md) before `fuse`",
     ),
     "DPO": Recipe(
         partial(_trl, "DPO"), "log_probs", "yes", "the reference is the model without adapters",

@@ -343,28 +343,21 @@ def test_parts_that_would_need_4_bits_from_host_memory_are_left(device):
         assert relative_error(gradient, wanted[name]) < 1e-5
 
 
-def test_fp8_is_refused_in_words(device):
-    model = peft_model("cpu")
-    host_base(model, 0)
-    model.to(device)
-    with pytest.raises(ValueError, match="is in host memory: leave fp8 out, or host_base"):
-        fuse(model, Fusion(layer=True, fp8=True))
-
-
 REFUSED = {
-    "fused": (lambda model: fuse(model, EVERYTHING), {}, "call host_base before fuse"),
-    "a number": (lambda model: None, {"layers_on_gpu": -1}, "layers_on_gpu as a number from 0"),
-    "trained": (lambda model: model.requires_grad_(), {}, r"finds no layer to move: .* is trained"),
-}
+    "fused": (lambda model: (fuse(model, EVERYTHING), host_base(model, 0)),
+              "call host_base before fuse"),
+    "a number": (lambda model: host_base(model, -1), "layers_on_gpu as a number from 0"),
+    "trained": (lambda model: host_base(model.requires_grad_(), 0), r"to move: .* is trained"),
+    "FP8": (lambda model: (host_base(model, 0), fuse(model, Fusion(layer=True, fp8=True))),
+            "is in host memory: leave fp8 out, or host_base"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_a_base_that_cannot_move_is_refused_in_words(how):
-    change, options, words = REFUSED[how]
-    model = peft_model("cpu")
-    change(model)
+def test_a_base_that_cannot_move_is_refused_in_words(how, device):
+    calls, words = REFUSED[how]
     with pytest.raises(ValueError, match=words):
-        host_base(model, **{"layers_on_gpu": 0} | options)
+        calls(peft_model(device))
 
 
 # --- what is gathered when ------------------------------------------------------------------------
