@@ -28,9 +28,10 @@ from ..weights.sourced_weight import Params4bit, SourcedWeight
 from .report import NO_ADAPTERS
 
 Bases = dict[str, nn.Linear]  # by name
-# Layers that stay leave room for activations of 2 * TILE_ROWS tokens; from there on MLPs go through
-# tiles. A token takes this for each input and output of a layer's linear layers. On an H200 it was
-# 3.4 at an 8B's sizes, and less at a 32B's and a 70B's. The rest is for fragmentation.
+# Layers that stay leave room for activations of 2 * TILE_ROWS tokens, if checkpoint="offload". From
+# there on MLPs go through tiles. A token takes this for each input and output of a layer's frozen
+# linear layers. On an H200 it was 3.4 at an 8B's sizes, less at a 32B's and a 70B's. The rest is
+# for fragmentation.
 BYTES_PER_FEATURE = 4
 # An adapter's gradient and AdamW's two moments, in its own dtype.
 TRAINED_COPIES = 3
@@ -93,12 +94,13 @@ def host_base(model: nn.Module, layers_on_gpu: int | None = None) -> list[str]:
         model = get_peft_model(...)  # on the CPU: transformers maps a checkpoint's files
         host_base(model)
         model.to("cuda")
-        fuse(model)
+        fuse(model, Fusion(layer=True, rms_norm=True, checkpoint="offload"))
 
     Args:
         model: a PEFT model that is not fused yet, in bf16, fp16, fp32 or bitsandbytes' 4 bits.
         layers_on_gpu: how many layers stay there. None: as many as fit beside the rest of the
-            model, its gradients, AdamW's state and the activations of 16,000 tokens.
+            model, its gradients, AdamW's state and, with checkpoint="offload", the activations of
+            16,000 tokens. Others take more: set fewer.
 
     Returns: the names of the weights, none if all layers fit. They cannot be changed any more: load
         and merge before.
@@ -227,7 +229,7 @@ def _layers_that_fit(model: nn.Module, layers: list[Bases]) -> int:
             free -= parameter.nbytes * (not parameter.is_cuda)
             free -= parameter.nbytes * TRAINED_COPIES * parameter.requires_grad
     free -= sum(map(_late_bytes_of_scales, bases))
-    features = max(_features(layer) for _, layer in normed_layers(model))
+    features = max(sum(map(_features, layer.values())) for layer in layers)
     free -= 2 * TILE_ROWS * features * BYTES_PER_FEATURE
     largest = max(sum(map(_bytes_of, layer.values())) for layer in layers)
     # two sets of codes and one of matrices, or two of matrices
@@ -235,10 +237,8 @@ def _layers_that_fit(model: nn.Module, layers: list[Bases]) -> int:
     return max(min(free // largest, len(layers)), 0)
 
 
-def _features(layer: nn.Module) -> int:
-    """Return the inputs and outputs of its frozen linear layers."""
-    linear = [one for one in layer.modules() if isinstance(one, nn.Linear)]
-    return sum(one.in_features + one.out_features for one in linear if not one.weight.requires_grad)
+def _features(base: nn.Linear) -> int:
+    return base.in_features + base.out_features
 
 
 def _bytes_of(base: Any) -> int:

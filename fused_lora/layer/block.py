@@ -32,8 +32,8 @@ Backward, for the incoming g:
 
 Where what is added is normed, the last projection gives u, which is saved. One more pass makes
 t = x + norm(u), and g becomes the gradient of u for the last projection. Where it has a magnitude
-(DoRA), a pass makes t = x + c u + bias, likewise. u comes out of the matmul in fp32, and is saved
-in 16 bits for the gradient of the magnitude.
+(DoRA), a pass makes t = x + c u + bias, likewise. u comes out of the matmul in fp32 where its
+buffer can, and is saved in the adapters' dtype for the gradient of the magnitude.
 """
 
 from collections.abc import Callable, Sequence
@@ -158,7 +158,7 @@ def _scale(
     residual: Tensor | None = None, multiplier: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Write into y what the projections give, scaled, or the residual plus that. Return it before
-    that, in 16 bits. given: without `dropped`. Both are fp32, and written."""
+    that, in the adapters' dtype. given: without `dropped`. Both are written."""
     assert group.scale is not None
     if dropped is not None:
         given.add_(dropped)

@@ -388,8 +388,10 @@ class WeightGroup:
         the multiplier, in the first columns of grad."""
         if self.scale is None or dropout is None:
             return ()
-        factor = multiplier * (self.scale.factor - 1.0)
-        return self.by_projection((grad[:, : self.out] * factor).to(self.A.dtype))
+        factors = (multiplier * (self.scale.factor - 1.0)).split_with_sizes([*self.out_features])
+        grads = self.by_projection(grad)
+        # one by one: each is in fp32 first
+        return [(one * f).to(self.A.dtype) for one, f in zip(grads, factors, strict=True)]
 
     def sum_magnitudes(self, sums: Tensor, gradients: Sequence[Tensor | None]) -> None:
         """Write the gradients of the projections' magnitudes from the sums of `magnitudes.py`."""

@@ -10,8 +10,8 @@ that is y = c (u + e) - e + bias. For an incoming g
     grad_u = c g        grad_e = (c - 1) g        grad_x += (m - 1) W' grad_e
     grad_m = sum over tokens of g (u + e) / norm
 
-So each projection multiplies with its frozen weight once more in each direction, in 16 bits. Right
-before fast: FP8 codes are dequantised for that.
+So each projection multiplies with its frozen weight once more in each direction, in the adapters'
+dtype. It is not made to be fast: FP8 weights are dequantised whole each time.
 """
 
 from collections.abc import Sequence

@@ -209,7 +209,7 @@ class MLPBlock(NamedTuple):
         trains_biases = any(grad is not None for grad in run.bias_grads)
         dgu = gate_up.buffer.swiglu_backward(  # and what is in with_swiglu
             dh, saved.gate_up, products, self._activation(entered),
-            is_read=dropouts.inputs is None and not trains_biases and need_x,
+            is_read=dropouts.inputs is None and not trains_biases and not is_apart and need_x,
         )  # fmt: skip
         del dh  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
         (down_B,) = run.sums.add_B(
@@ -219,6 +219,7 @@ class MLPBlock(NamedTuple):
         if is_apart:
             assert dgu.rows is not None
             gate, up = run.sum_inputs(entered, pm, dgu.rows)
+            run.sums.compute()  # lets dgu go
         else:
             gate_A, up_A = run.sum_A(entered, pm)
             gate, up = Adapter(gate_A, with_swiglu.gate_B), Adapter(up_A, with_swiglu.up_B)

@@ -49,7 +49,7 @@ class Trained(NamedTuple):
         """Return the values without those of the last projection, None in their place, and the
         last projection's."""
         *adapters, last = self.adapters
-        none = [None][: len(self.biases)]
+        none = [None][: len(self.biases)]  # nothing where only adapters are trained
         return (
             Trained(
                 (*adapters, Adapter(None, None)), [*self.biases[:-1], *none],

@@ -73,8 +73,8 @@ class Offload:
         return saved_tensors_hooks(self.out, self.back)
 
     def reach_last(self) -> None:
-        """Let go of all but the tensors of the layer before the last one, which runs next: the loss
-        follows, and may be the peak."""
+        """Let go of all but the tensors of the layer just run. The last one runs next, and the loss
+        after it, which may be the peak."""
         if self._layer is not None and self._layer.before is not None:
             self._layer.before.let_go()
 

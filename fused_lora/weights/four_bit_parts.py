@@ -2,7 +2,8 @@
 
 Before a function's forward one launch writes its weights into memory that all modules of the model
 with such weights take in turns (`layer/scratch.py`). Its backward has them written again if others
-have used the memory since. A recomputed forward and the backward after it share one launch.
+have used the memory since. A recomputed forward and the backward after it share one launch. The two
+weights of experts take turns in one memory, so each is written right before its matmul.
 """
 
 from collections.abc import Callable, Sequence

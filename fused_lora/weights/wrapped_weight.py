@@ -38,7 +38,8 @@ class WrappedWeight(Tensor):
 
 
 class BaseWeight(WrappedWeight, PlacedWeight):
-    """A weight that cannot be saved. kept: where or how, for errors. assign: sets its data."""
+    """A base weight whose data is set by `assign`. It cannot be saved, unless a subclass says how.
+    kept: where or how it is kept, for that error."""
 
     kept: str
     assign: Callable[[Tensor], None]

@@ -17,7 +17,7 @@ from cases.fp8_case import (
     pair,
 )
 from cases.fused_case import SHORT, beside, step
-from cases.layer_case import peft_model
+from cases.layer_case import layer_of, peft_model
 from cases.peft_models import assert_equal, logits
 from cases.reference import assert_near, random
 
@@ -110,6 +110,7 @@ CASES = {
     "dropout": {"lora_dropout": 0.25},
     "magnitudes": {"use_dora": True},
     "magnitudes, dropout": {"use_dora": True, "lora_dropout": 0.25},
+    "magnitudes, dropout of down": {"use_dora": True, "lora_dropout": 0.25, "whole": "gate up"},
     "magnitudes, a bias and a multiplier": {
         "family": "Granite",
         "use_dora": True,
@@ -123,8 +124,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_layer_is_what_its_codes_make_it(case, device):
     case = dict(case)
-    scale = case.pop("scale", 1.0)
+    scale, whole = case.pop("scale", 1.0), case.pop("whole", "")
     fused, _, done = pair(device, **case)
+    for one in whole.split():
+        layer_of(fused).mlp.get_submodule(f"{one}_proj").lora_dropout["default"] = torch.nn.Identity()
     assert "layer: 1 of 1 layers in FP8 fused" in str(done)
     for name, parameter in fused.named_parameters():
         if ".lora_B" in name and "q_proj" not in name:  # or each token attends to one
