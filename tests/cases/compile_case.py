@@ -220,8 +220,12 @@ def launch_magnitudes(gate_up, hidden, three):
     swiglu_backward_products(hidden, gate_up, three, grad, "silu", None, scale)
     magnitudes.scale_columns(gate_up.float(), scale, grad, gate_up, grad)
     magnitudes.scale_columns_backward(grad, gate_up, scale.factor, grad)
-    A, sB = empty(RANK, HIDDEN), empty(2 * COLUMNS, RANK)
-    operands = A, sB, scale.factor, None, scale.factor, scale.inverse_norm
+    A, sB = empty(2 * RANK, HIDDEN), empty(2 * COLUMNS, 2 * RANK)
+    both = [
+        magnitudes.Rescaled(empty(COLUMNS, dtype=f32), i * COLUMNS, COLUMNS, i * RANK, RANK)
+        for i in range(2)
+    ]
+    operands = A, sB, None, both, scale.factor, scale.inverse_norm
     magnitudes.magnitude_factors(empty(2 * COLUMNS, HIDDEN), *operands)
 
 
@@ -274,7 +278,8 @@ def launch_fp8():
     one = Bordering(*border, vectors[1], codes, codes_t, vectors[0], vectors[0], B_halves, A_halves)
     fp8_borders([one] * 4)
     A, sB, rows = empty(RANK, 2 * COLUMNS), empty(2 * COLUMNS, RANK), vectors[1]
-    magnitudes.magnitude_factors(codes, A, sB, rows, rows, rows, rows)
+    one = magnitudes.Rescaled(rows, 0, 2 * COLUMNS, 0, RANK)
+    magnitudes.magnitude_factors(codes, A, sB, rows, [one], rows, rows)
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     codes, scales = swiglu_codes(gate_up, 2 * COLUMNS, "silu")
     add_coded_border(codes, scales, B_halves, vectors[0], torch.bfloat16)
