@@ -127,7 +127,8 @@ def test_a_layer_is_what_its_codes_make_it(case, device):
     scale, whole = case.pop("scale", 1.0), case.pop("whole", "")
     fused, _, done = pair(device, **case)
     for one in whole.split():
-        layer_of(fused).mlp.get_submodule(f"{one}_proj").lora_dropout["default"] = torch.nn.Identity()
+        projection = layer_of(fused).mlp.get_submodule(f"{one}_proj")
+        projection.lora_dropout["default"] = torch.nn.Identity()
     assert "layer: 1 of 1 layers in FP8 fused" in str(done)
     for name, parameter in fused.named_parameters():
         if ".lora_B" in name and "q_proj" not in name:  # or each token attends to one
