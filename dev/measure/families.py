@@ -133,7 +133,7 @@ def family_model(run: str, checkpoint: Path, asked: argparse.Namespace) -> Any:
 
 def lora_config(model: Any, experts: bool) -> Any:
     """Return adapters on all linear layers, or on the model's and on all its experts. Where
-    "all-linear" means experts, PEFT adapts routers, too, and doubles the rank of gate_up_proj."""
+    "all-linear" means experts, PEFT also adapts routers, and doubles the rank of gate_up_proj."""
     from peft import LoraConfig
 
     if not experts:
@@ -226,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--experts", action="store_true",
                         help="adapt linear layers and experts with one rank")  # fmt: skip
     parser.add_argument("--quantize", choices=("nf4", "fp4", "mxfp4"),
-                        help="keep experts in 4 bits; Unsloth's attention, too")  # fmt: skip
+                        help="keep experts in 4 bits, and Unsloth's attention")  # fmt: skip
     parser.add_argument("--attention", choices=("eager", "sdpa"),
                         help="of plain PEFT and fused (default: transformers chooses)")  # fmt: skip
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="(default: all)")

@@ -13,7 +13,7 @@ step would take longer than --limit seconds the length is only "predicted". Rows
 appended to long_rows.txt in --out as soon as they are there. Needs bitsandbytes, and a GPU.
 `PYTORCH_ALLOC_CONF` is yours to set; Unsloth sets its own.
 
---host-layers keeps the base of so many layers in host memory: fused with `host_base`, Unsloth with
+--host-layers N keeps the base of N layers in host memory: fused with `host_base`, Unsloth with
 its offload_layers, which leaves it at least one. --limit 0 trains the two rows alone.
 
 unsloth_tiled is its unsloth_tiled_mlp=True; it writes into its tiles, which torch may refuse.

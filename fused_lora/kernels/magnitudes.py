@@ -30,8 +30,8 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2
 from .rows import block_of
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 
-# For `magnitude_factors`, of few and of many rows of W: of 72 tilings of each, on an H200, the best
-# at [2048, 2048], [2048, 11008] and [256, 2048] (6.0, 18.8 and 3 µs), and at [11008, 2048] (14.4).
+# For `magnitude_factors`, of few and of many rows of W: on an H200 the best of those that do not
+# split columns, at [2048, 2048] and [2048, 11008] (6.0 and 18.8 µs), and at [11008, 2048] (14.5).
 FEW_ROWS = Tiling(rows=16, columns=256, splits=1, warps=8, stages=4)
 MANY_ROWS = Tiling(rows=64, columns=128, splits=1, warps=4, stages=4)
 LEAST_OF_MANY = 8192

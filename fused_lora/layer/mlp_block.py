@@ -19,7 +19,7 @@ Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008; r = 32, bf16) it sav
 input 4.1, [m|zm] 4.2, gu 44.0, zh and rstd 0.1. Under checkpointing the forward runs twice, and
 keeps zh from the first time (`rerun.once`). That is 64 bytes a token, and saves the second SwiGLU.
 With a magnitude (DoRA) it also keeps what down gives, 4.1 kB, because its matmul is 8% of a step.
-In tiles it runs again.
+Tiles repeat it.
 
 The gate's activation may be GELU by tanh (Gemma): a flag of the same kernels.
 

@@ -72,7 +72,7 @@ class ScratchBuffer(Buffer):
         self.serial = next(SERIALS)
         outs = [one.shape[0] for one in weights]
         matrix, shape = scratch.memory, (sum(outs), weights[0].shape[1])
-        if matrix.ndim == 1:  # matrices of other shapes lie in it, too
+        if matrix.ndim == 1:  # matrices of other shapes lie in it as well
             matrix = matrix[: shape[0] * shape[1]].view(shape)
         super().__init__(matrix, bias, *shape)
         self._packed: list[tuple[Packed4bit, Tensor]] = []

@@ -50,7 +50,7 @@ class Cuda:
         except Exception as error:
             # PyTorch refuses a pool whose only capture failed while something in it is still held
             self.pool = torch.cuda.graph_pool_handle()
-            # not kept: it would hold this graph until Python's collector runs
+            # kept in a list, it would hold this graph until Python's collector runs
             raise (causes.pop() if causes else error) from None
         # Before a capture, PyTorch sets the random offset on the capture's stream. A replay sets it
         # on the current stream, which must happen later: hence the wait.

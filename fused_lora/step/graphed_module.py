@@ -34,7 +34,7 @@ from .settings import ModuleSettings
 
 HIDDEN = "last_hidden_state"
 CACHES = ("past_key_values", "cache")  # as transformers up to 5.23 names it, and from 5.24 on
-# what has a decoder return no more than hidden states, for what it returned
+# what to do about what a decoder returned beside hidden states
 INSTEAD = {
     CACHES: "set model.config.use_cache = False",
     ("router_logits",): "set router_aux_loss_coef=0.0 in TRL's config, or "

@@ -53,7 +53,7 @@ class Memories(Scratches):
         shapes, buffers = tuple(read.weight.shape for read in reads), []
         for index, read in enumerate(reads):
             like, is_expert = read.weight, isinstance(read.base, ExpertWeight)
-            # each weight of experts is written right before its matmul: they take turns, too
+            # each weight of experts is written right before its matmul: both share one memory
             key = shapes, 0 if is_expert else index, like.dtype, like.device
             if key not in self:
                 largest = max(shape.numel() for shape in shapes)
