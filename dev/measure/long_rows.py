@@ -119,6 +119,8 @@ def search(
         if step is None:
             return
         steps[tokens] = step
+    if not asked.limit:
+        return
     first_two = [*steps.values()]
     for card_gib in sorted(asked.cards):
         room = card_gib - CONTEXT_GIB
