@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ..foreign.checkpointing import layers_of, policy_of, why_not_checkpointed
+from ..foreign.checkpointing import layers_of, policy_of
 from ..foreign.ownership import fused_parts_of
 from ..foreign.parallel import between_forwards
 from ..forwards.layer_reading import children_in_blocks, layer_weights
@@ -95,10 +95,6 @@ def report(model: nn.Module) -> FusionReport:
     layers = {name: policy_of(layer) for name, layer in layers_of(model)}
     if any(layers.values()):
         found.fused["checkpoint"] = [name for name, policy in layers.items() if policy]
-    for name, layer in layers_of(model):
-        if (reason := why_not_checkpointed(layer)) is not None:
-            found.left[f"{name} as checkpoint"] = reason
-            found.fused["checkpoint"].remove(name)
     offloads = (policy.offload for policy in {*layers.values()} if policy is not None)
     host_memory = "; ".join(filter(None, map(str, offloads)))
     return replace(found, host_memory=host_memory, base=_where_base_lies(model))

@@ -59,10 +59,9 @@ def policy_of(layer: nn.Module) -> Checkpoint | None:
     return None if installed is None else installed.policy
 
 
-def why_not_checkpointed(layer: nn.Module) -> str | None:
-    """Return the reason if a layer that should run under a policy does not."""
-    is_on = _installed_on(layer) is not None and getattr(layer, ENABLED)
-    return IN_EVAL_MODE if is_on and not layer.training else None
+def is_checkpointed(layer: nn.Module) -> bool:
+    """Return True if a layer runs under a policy, where its model trains."""
+    return _installed_on(layer) is not None and getattr(layer, ENABLED)
 
 
 def remove(layer: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..foreign.checkpointing import IN_EVAL_MODE, layers_of, why_not_checkpointed
+from ..foreign.checkpointing import IN_EVAL_MODE, is_checkpointed, layers_of
 from ..foreign.ownership import HOOKED, has_lora, owner_of, trl_head_of
 from ..foreign.trl_head import trl_forward
 from ..foreign.versions import as_named, class_forward
@@ -31,12 +31,12 @@ def say_once(module: nn.Module, reason: str) -> None:
 
 
 def say_not_checkpointed(model: nn.Module) -> None:
-    """Warn if layers should be checkpointed and are not, in the first call after `fuse`."""
+    """Warn if layers should be checkpointed, in the first call in eval mode after `fuse`."""
     owner = owner_of(model)
     if owner is None or IN_EVAL_MODE in owner.told:
         return
     owner.told.add(IN_EVAL_MODE)
-    if any(why_not_checkpointed(layer) for _, layer in layers_of(model)):
+    if any(is_checkpointed(one) and not one.training for _, one in layers_of(model)):
         warn(f"checkpoint: {IN_EVAL_MODE}")
 
 

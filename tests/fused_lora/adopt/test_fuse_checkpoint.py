@@ -226,15 +226,13 @@ def test_in_eval_mode_it_says_that_nothing_is_checkpointed(device):
     fused, plain, _ = pair(device, Fusion(cross_entropy=True, checkpoint="full"))
     fused.eval(), plain.eval()
     said = "transformers checkpoints nothing in eval mode: call model.train()"
-    found = report(fused)
-    assert found.fused["checkpoint"] == [] and all(said in why for why in found.left.values())
-    assert [*found.left] == [f"{LAYERS}.{index} as checkpoint" for index in range(2)]
+    # not in the report: models are fused in eval mode, before a trainer calls model.train()
+    assert len(report(fused).fused["checkpoint"]) == 2 and not report(fused).left
     with pytest.warns(UserWarning, match=re.escape(said)):
         assert_same(fused, plain)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         step(fused, length=SHORT)
-    assert len(report(fused.train()).fused["checkpoint"]) == 2 and not report(fused).left
 
 
 # --- beside transformers' own switch --------------------------------------------------------------
