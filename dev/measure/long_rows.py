@@ -2,7 +2,7 @@
 
     python -m dev.measure.long_rows --model configs/llama3-8b.json --runs fused --cards 16 24
     python -m dev.measure.long_rows --model configs/qwen3-4b.json --runs unsloth --cards 80
-    python -m dev.measure.long_rows --base bf16 --host-layers 31 --runs fused unsloth \
+    python -m dev.measure.long_rows --base bf16 --host-layers 31 --runs fused unsloth accelerate \
         --cards 24 --lengths 4096 16384 --limit 0
 
 A base with random weights, adapters on all linear layers, one row a step. A run first trains two
@@ -14,7 +14,8 @@ appended to long_rows.txt in --out as soon as they are there. Needs bitsandbytes
 `PYTORCH_ALLOC_CONF` is yours to set; Unsloth sets its own.
 
 --host-layers N keeps the base of N layers in host memory: fused with `host_base`, Unsloth with
-its offload_layers, which leaves it at least one. --limit 0 trains the two rows alone.
+its offload_layers, which leaves it at least one, and PEFT, with checkpointing, with accelerate's
+cpu_offload. --limit 0 trains the two rows alone. --rows N cuts each into N equal ones.
 
 unsloth_tiled is its unsloth_tiled_mlp=True; it writes into its tiles, which torch may refuse.
 unsloth_tiled_norms keeps the norms' outputs, for which it writes elsewhere.
@@ -43,7 +44,7 @@ from variants import BASELINE, BASES, BF16, NF4, WITHOUT, Lora
 from .families import write_config
 from .table import ON_GPU, add_sizes, draw_weights
 
-FUSED = "fused"
+FUSED, ACCELERATE = "fused", "accelerate"
 TILED = {"UNSLOTH_TILED_MLP": "arctic"}  # what unsloth_tiled_mlp=True means
 ENVIRONMENT: dict[str, dict[str, str]] = {
     FUSED: {},
@@ -51,10 +52,13 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
     "unsloth_tiled_norms": TILED | {"UNSLOTH_RMSNORM_SAVE_OUTPUT": "1"},
     "unsloth_target": {"UNSLOTH_TILED_MLP": "target"},
     "unsloth": {},
+    ACCELERATE: {},
 }
+VARIANTS = {FUSED: BASELINE + WITHOUT, ACCELERATE: BASELINE}  # or Unsloth
 POSITIONS = 2**20  # long enough that nothing scales RoPE
 # Multiples of "grid", as many rows for each card as "tries", each step of at most "limit" seconds
-SIZES = {"--grid": 4096, "--tries": 2, "--limit": 120, "--rank": 32, "--host-layers": 0}
+SIZES = {"--grid": 4096, "--tries": 2, "--limit": 120, "--rank": 32, "--host-layers": 0,
+         "--rows": 1}  # fmt: skip
 CLOSE = 0.03  # of a length: nearer we do not look
 COLUMNS = (
     "model", "run", "card, GiB", "tokens", "how", "s a step", "tokens/s", "allocated, GiB",
@@ -188,12 +192,15 @@ def start_anew(model: Any, tokens: int, card_gib: float) -> None:
 def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) -> None:
     """Build the model, search, and send each line that was found."""
     os.environ |= ENVIRONMENT[run]
-    variant = BASELINE + WITHOUT if run == FUSED else "full_unsloth"
+    device = "cuda" if ON_GPU else "cpu"
     built = build(
-        variant, checkpoint, Lora(rank=asked.rank, alpha=2 * asked.rank), asked.lengths[-1],
-        "cuda" if ON_GPU else "cpu", 0, asked.base if ON_GPU else BF16, asked.host_layers,
+        VARIANTS.get(run, "full_unsloth"), checkpoint, Lora(rank=asked.rank, alpha=2 * asked.rank),
+        asked.lengths[-1], device, 0, asked.base if ON_GPU else BF16,
+        0 if run == ACCELERATE else asked.host_layers,
     )  # fmt: skip
     model: Any = built.model
+    if run == ACCELERATE:
+        offload_base(model, asked.host_layers, device)
     if run == FUSED:
         from fused_lora import Fusion, fuse, report
 
@@ -210,12 +217,12 @@ def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) ->
     def train(tokens: int, card_gib: float, steps: int) -> Step | None:
         start_anew(model, tokens, card_gib)
         torch.manual_seed(0)
-        row = torch.randint(words, (1, tokens), device=trained[0].device)
+        rows = torch.randint(words, (asked.rows, tokens // asked.rows), device=trained[0].device)
         process, seconds, loss = process_gib(), [], 0.0
         try:
             for _ in range(steps):
                 began = time.perf_counter()
-                loss = one_step(built, optimizer, row)
+                loss = one_step(built, optimizer, rows)
                 seconds.append(time.perf_counter() - began)
         except torch.OutOfMemoryError:
             optimizer.zero_grad()
@@ -230,9 +237,19 @@ def measure(send: Any, run: str, checkpoint: Path, asked: argparse.Namespace) ->
         send(found)
 
 
-def one_step(built: Built, optimizer: torch.optim.Optimizer, row: torch.Tensor) -> float:
+def offload_base(model: Any, layers: int, device: str) -> None:
+    """Have accelerate bring the base weights of the first layers for each use."""
+    from accelerate import cpu_offload
+
+    for layer in model.get_submodule("base_model.model.model.layers")[:layers]:
+        for module in layer.modules():
+            if hasattr(module, "base_layer"):
+                cpu_offload(module.base_layer, device)
+
+
+def one_step(built: Built, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> float:
     with built.autocast():
-        loss = built.model(input_ids=row, labels=row).loss
+        loss = built.model(input_ids=rows, labels=rows).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -261,7 +278,9 @@ def main(argv: list[str] | None = None) -> int:
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     usual_model = "llama3-8b.json" if ON_GPU else "tiny.json"
     parser.add_argument("--model", default=str(HERE / "configs" / usual_model))
-    parser.add_argument("--runs", nargs="+", choices=ENVIRONMENT, default=[*ENVIRONMENT])
+    parser.add_argument("--runs", nargs="+", choices=ENVIRONMENT,
+                        default=[one for one in ENVIRONMENT if one != ACCELERATE],
+                        help=f"(default: all but {ACCELERATE})")  # fmt: skip
     parser.add_argument("--cards", nargs="+", type=float, default=[16.0, 24.0, 48.0, 80.0],
                         metavar="GIB")  # fmt: skip
     parser.add_argument("--lengths", nargs=2, type=int, default=[32768, 65536], metavar="N",
@@ -277,6 +296,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("."), metavar="FOLDER")
     asked = parser.parse_args(argv)
     asked.lengths.sort()
+    if ACCELERATE in asked.runs and not (asked.host_layers and asked.base == BF16):
+        parser.error(f"--runs {ACCELERATE}: it needs --host-layers and --base {BF16}")
     asked.pairs = [f"max_position_embeddings={POSITIONS}"]
     try:
         read_config(resolve(asked.model, asked.cache.resolve(), seed=0))

@@ -154,6 +154,7 @@ def test_long_rows_are_recorded_as_they_come_and_so_is_why_a_run_ends(
         (families, ["qwen3_moe", "--quantize", "fp4"], "Unsloth has nf4 alone: leave it out"),
         (trainers, ["--kinds", "DPO", "--runs", trainers.UNSLOTH], "Unsloth is timed in SFT"),
         (long_rows, ["--model", "nowhere.json"], "--model nowhere.json: no such file"),
+        (long_rows, ["--runs", "accelerate"], "accelerate: it needs --host-layers and --base bf16"),
         (small_adapters, ["--variants", "fused_everything"], "fused_everything: unknown"),
     ],
 )
