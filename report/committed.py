@@ -97,6 +97,7 @@ def generated_parts(run: Run) -> dict[str, str]:
         "a100": expected_section(run, known.cards[0], known.card("A100")),
         "published": published_section(loaded("*/published-*").values()),
         "nf4 steps": tables.beside_floor_section(loaded("*/nf4*").values()),
+        "dora": "\n\n".join(map(suite_tables.peers_section, loaded("*/dora").values())),
         "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths").values()),
     }
 
