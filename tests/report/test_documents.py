@@ -176,9 +176,10 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
     compiled, newest = (suite_rows[v, 512] for v in ("compiled_peft", "full_unsloth"))
     said = {
         r"([\d.]+)× to ([\d.]+)× Unsloth's speed": beside_unsloth_in_trainers(),
-        r"tokens reserves ([\d.]+) GiB, with Unsloth ([\d.]+)\.": [
-            memory_record(rf"^SFT 8 x 1024 +{run} ([\d.]+)") for run in ("graphs", "Unsloth")
-        ],
+        r"reserves ([\d.]+) GiB, with Unsloth ([\d.]+); on NF4 ([\d.]+), with Unsloth ([\d.]+)\.": [
+            memory_record(rf"^{base}SFT 8 x 1024 +[^|\n]*{run} (\d\.\d)(?:,|$)")
+            for base in ("", "NF4 ") for run in ("graphs", "Unsloth")
+        ],  # fmt: skip
         r"trains ([\d,]+) tokens \[in (\d+) GiB\].* with Unsloth ([\d,]+) \|": (
             memory_record(r"fused \| 24 \| ([\d,]+) \| trained"), 24,
             memory_record(r"unsloth \| 24 \| ([\d,]+) \| trained"),
@@ -289,7 +290,7 @@ def test_the_memory_page_has_the_numbers_of_its_records(runs):
         given = dict(re.findall(r"(\w+) ([\d.]+)", listed))
         assert given.keys() == measured.keys()
         assert about(given.values(), [measured[one] for one in given])
-    assert (len(shown), len(trainers)) == (6, 4)
+    assert (len(shown), len(trainers)) == (7, 4)
 
 
 def about(rounded, measured):
