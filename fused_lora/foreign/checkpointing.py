@@ -59,8 +59,8 @@ def policy_of(layer: nn.Module) -> Checkpoint | None:
     return None if installed is None else installed.policy
 
 
-def is_checkpointed(layer: nn.Module) -> bool:
-    """Return True if a layer runs under a policy, where its model trains."""
+def has_policy_on(layer: nn.Module) -> bool:
+    """Return True if a layer is to run under a policy, which it does in training mode."""
     return _installed_on(layer) is not None and getattr(layer, ENABLED)
 
 

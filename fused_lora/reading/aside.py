@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..foreign.checkpointing import IN_EVAL_MODE, is_checkpointed, layers_of
+from ..foreign.checkpointing import IN_EVAL_MODE, has_policy_on, layers_of
 from ..foreign.ownership import HOOKED, has_lora, owner_of, trl_head_of
 from ..foreign.trl_head import trl_forward
 from ..foreign.versions import as_named, class_forward
@@ -36,7 +36,7 @@ def say_not_checkpointed(model: nn.Module) -> None:
     if owner is None or IN_EVAL_MODE in owner.told:
         return
     owner.told.add(IN_EVAL_MODE)
-    if any(is_checkpointed(one) and not one.training for _, one in layers_of(model)):
+    if any(has_policy_on(one) and not one.training for _, one in layers_of(model)):
         warn(f"checkpoint: {IN_EVAL_MODE}")
 
 

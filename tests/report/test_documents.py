@@ -179,7 +179,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
         r"reserves ([\d.]+) GiB, with Unsloth ([\d.]+); on NF4 ([\d.]+), with Unsloth ([\d.]+)\.": [
             memory_record(rf"^{base}SFT 8 x 1024 +[^|\n]*{run} (\d\.\d)(?:,|$)")
             for base in ("", "NF4 ") for run in ("graphs", "Unsloth")
-        ],  # fmt: skip
+        ],
         r"trains ([\d,]+) tokens \[in (\d+) GiB\].* with Unsloth ([\d,]+) \|": (
             memory_record(r"fused \| 24 \| ([\d,]+) \| trained"), 24,
             memory_record(r"unsloth \| 24 \| ([\d,]+) \| trained"),
