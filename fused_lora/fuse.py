@@ -50,8 +50,7 @@ class Fusion:
     cross_entropy: the loss without logits, in training with labels. Computing with `output.logits`
         is then an error. Calls with label_smoothing, z_loss or the like run transformers' loss.
     layer: a whole decoder layer as one autograd function on bordered weights (`layer/`). Where its
-        MLP cannot run in it, as no mixture of experts can, attention still does. When that cannot
-        either, the parts fused by mlp, attention, rope and rms_norm run. It moves the base weights
+        MLP cannot run in it, attention still does. When that cannot either, the parts fused by mlp, attention, rope and rms_norm run. It moves the base weights
         that it runs on into buffers that have room for the adapters, and moves them again if they
         leave.
     fp8: whole layers with their base weights, and the inputs of these, in FP8 (`layer/fp8/`). This
@@ -65,9 +64,9 @@ class Fusion:
         are ignored.
     checkpoint_gib: for "selective", the memory that the layers kept whole may hold together.
     host_gib: for "offload", the host memory that this process may pin; None: half of what is
-        available at the first step, shared among the ranks of a host. Layer inputs come first. As
-        many layers as fit also keep attention's output there, which saves time. What finds no room
-        stays on the GPU, with a warning.
+        available at the first step, shared among the ranks of a host. Layer inputs come first.
+        Attention's output waits there too if there is room for that of all layers, which saves
+        time. Inputs that find no room stay on the GPU, with a warning.
     """
 
     mlp: bool = False

@@ -5,7 +5,7 @@
     offload     like full, with the inputs in pinned host memory (`offload.py`). They are copied out
                 while the layer runs, and back while the next layer runs backward. That leaves time
                 for more: attention in a whole layer and the output of o go the same way, and are
-                not recomputed, in as many layers as a limit of host memory holds
+                not recomputed, if a limit of host memory holds those of all layers
     selective   keep the first layers whole, as many as a memory budget holds, and checkpoint the
                 others. We measure a layer the first time it is recomputed, so the first step of
                 every shape checkpoints them all
