@@ -50,9 +50,9 @@ class Fusion:
     cross_entropy: the loss without logits, in training with labels. Computing with `output.logits`
         is then an error. Calls with label_smoothing, z_loss or the like run transformers' loss.
     layer: a whole decoder layer as one autograd function on bordered weights (`layer/`). Where its
-        MLP cannot run in it, attention still does. When that cannot either, the parts fused by mlp, attention, rope and rms_norm run. It moves the base weights
-        that it runs on into buffers that have room for the adapters, and moves them again if they
-        leave.
+        MLP cannot run in it, attention still does. When that cannot either, the parts fused by mlp,
+        attention, rope and rms_norm run. It moves the base weights that it runs on into buffers
+        that have room for the adapters, and moves them again if they leave.
     fp8: whole layers with their base weights, and the inputs of these, in FP8 (`layer/fp8/`). This
         is less exact than the model's precision; adapters stay as exact as they are. The original
         weights lie on the host until `unfuse`, where merging and loading change them. Weights of an
