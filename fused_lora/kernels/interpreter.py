@@ -4,6 +4,7 @@ The interpreter runs our kernels without a GPU. We measured the speedup on atten
 backward, with triton 3.6.0 and 3.9.0.
 """
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ def prepare_interpreter() -> None:
     _convert_bf16_as_hardware_does(interpreter)
     _patch_the_language_once(interpreter)
     _know_dtypes_by_name(interpreter)
-    _make_shapes_once()
+    _make_types_once()
 
 
 def _convert_bf16_as_hardware_does(interpreter: Any) -> None:
@@ -69,31 +70,42 @@ def _know_dtypes_by_name(interpreter: Any) -> None:
     interpreter._get_np_dtype = numpy_dtype
 
 
-def _make_shapes_once() -> None:
-    """Share one shape object between all tensors of a shape.
+def _make_types_once() -> None:
+    """Share one object between equal types, and one shape between all tensors of a shape.
 
-    It is Triton's own tuple, which wraps, types and checks its elements. Each addition makes some.
+    A shape is Triton's own tuple, which wraps, types and checks its elements. Each addition makes
+    some.
     """
     import triton.language as tl
 
-    original_block_type, original_tensor = tl.block_type.__init__, tl.tensor.__init__
-    type_shapes: dict[tuple, dict] = {}
-    tensor_shapes: dict[tuple, dict] = {}
+    check_type, describe_tensor = tl.block_type.__init__, tl.tensor.__init__
+    types: dict[Any, Any] = {}  # by name, or by the elements' id and the shape or its id
+    shapes: dict[tuple, tuple] = {}
 
-    def block_type(self, element_ty, shape):
+    def block_type(cls, element_ty, shape):
+        key: tuple = id(element_ty), id(shape)
+        if key in types:
+            return types[key]
+        element_ty = types.setdefault(element_ty.name, element_ty)
         sizes = tuple(getattr(size, "value", size) for size in shape)
-        if sizes not in type_shapes:
-            original_block_type(self, element_ty, shape)
-            type_shapes[sizes] = {"shape": self.shape, "numel": self.numel}
-        self.__dict__.update(
-            type_shapes[sizes], element_ty=element_ty, name=f"<{sizes}, {element_ty}>"
-        )
+        key = id(element_ty), sizes
+        if key not in types:
+            made = object.__new__(cls)
+            check_type(made, element_ty, list(sizes))
+            types[key] = types[id(element_ty), id(made.shape)] = made
+        return types[key]
 
     def tensor(self, handle, type):
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in tensor_shapes:
-            original_tensor(self, handle, type)
-            tensor_shapes[sizes] = {"shape": self.shape, "numel": self.numel}
-        self.__dict__.update(tensor_shapes[sizes], handle=handle, type=type, dtype=type.scalar)
+        try:
+            self.shape, self.numel, self.dtype, self.type = type.in_tensors
+        except AttributeError:
+            type = types.setdefault(type.name, type)
+            describe_tensor(self, handle, type)
+            sizes = tuple(type.shape) if type.is_block() else ()
+            shared = shapes.setdefault(sizes, (self.shape, self.numel))
+            type.in_tensors = *shared, self.dtype, type
+        self.handle = handle
 
-    tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
+    tl.block_type.__new__, tl.block_type.__init__ = block_type, lambda *given: None
+    tl.tensor.__init__ = tensor
+    tl.str_to_ty = functools.cache(tl.str_to_ty)  # of a launch's arguments

@@ -1,6 +1,7 @@
 """The committed tokenizer is what data/make/ writes, and chats have the lengths it draws."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def test_the_tokenizer_is_made_again_and_reads_any_text():
 @pytest.mark.slow
 def test_chats_have_the_lengths_that_were_drawn(capsys, tmp_path, monkeypatch):
     import chats_of_lengths as made
+    from cases.rehearsal_case import few_chats
 
     from batches import load_tokenizer, read_chats, tokenize
 
@@ -31,6 +33,9 @@ def test_chats_have_the_lengths_that_were_drawn(capsys, tmp_path, monkeypatch):
     drawn = made.draw(made.SETS["dolly"], 400)
     assert max(drawn) == 512 and made.draw(made.SETS["dolly"], 400) == drawn
     path = tmp_path / "chats.jsonl"
+    monkeypatch.setattr(made, "HERE", tmp_path)  # few chats, which are said again and again
+    shutil.copy(DATA / "tokenizer.json", tmp_path)
+    Path(few_chats(tmp_path)).rename(tmp_path / "sft_train.jsonl")
     monkeypatch.setattr(made, "TOKENS", round(400 * made.SETS["dolly"].mean))
     assert made.main(["dolly", str(path)]) == 0
     chats = tokenize(read_chats(path), load_tokenizer(DATA / "tokenizer.json"))
