@@ -1,5 +1,5 @@
 # make bench      run the experiment (without an NVIDIA GPU: a rehearsal of it)
-# make test       run the tests that a change waits for: at most five minutes on two slow cores
+# make test       run the tests that a change waits for: seven minutes on two slow cores
 # make test-all   run all of them
 # make test-rest  run those that make test leaves out
 # make check      lint, types, and who may import whom
