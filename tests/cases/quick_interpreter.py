@@ -89,9 +89,6 @@ def _plan_operations():
         _plan_operator(f"__{name}__", compute, is_comparison=name in COMPARISONS)
     for name in ("add", "sub", "mul"):
         _plan_operator(f"__r{name}__", partial(_swapped, ARITHMETIC[name]))
-    _plan_where(tl.where)
-    _plan_load(tl.load)
-    _plan_store(tl.store)
     _keep_numbers(TritonSemantic.to_tensor)
 
 
@@ -165,89 +162,6 @@ class Handle(interpreter.TensorHandle):
 
 def _tensor(data, dtype, type):
     return tensor(Handle(data, dtype), type)
-
-
-def _plan_where(original):
-    plans: dict[tuple, tuple] = {}
-
-    def where(condition, x, y):
-        x, y = (one.value if one.__class__ is tl.constexpr else one for one in (x, y))
-        keys = (id(one.type) if one.__class__ is tensor else (one.__class__, one) for one in (x, y))
-        if (key := (id(condition.type), *keys)) not in plans:
-            made = original(condition, x, y)
-            plans[key] = plan(condition, (x, y), made)
-            return made
-        is_right, x_number, y_number, type = plans[key]
-        if not is_right:
-            return original(condition, x, y)
-        x, y = (x if x_number is None else x_number), (y if y_number is None else y_number)
-        data = np.where(condition.handle.data, x.handle.data, y.handle.data)
-        return _tensor(data, y.handle.dtype, type)
-
-    def plan(condition, given, made):
-        are_tensors = [one.__class__ is tensor for one in given]
-        scalars = (
-            tensor(one.handle, one.dtype) if is_tensor else one
-            for one, is_tensor in zip(given, are_tensors, strict=True)
-        )
-        converted = convert(semantic, *scalars, True, True)
-        numbers, is_right = [], condition.dtype is tl.int1
-        for one, to, is_tensor in zip(given, converted, are_tensors, strict=True):
-            is_right = is_right and (not is_tensor or one.dtype is to.dtype)
-            numbers.append(None if is_tensor else to)
-        return is_right, *numbers, made.type
-
-    tl.where = where
-
-
-def _plan_load(original):
-    plans: dict[tuple, tuple] = {}
-
-    def load(pointer, mask=None, other=None, **options):
-        is_usual = mask.__class__ in (tensor, type(None)) and other.__class__ is not tensor
-        if not is_usual or pointer.dtype.element_ty is tl.int1:
-            return original(pointer, mask, other, **options)
-        key = id(pointer.type), mask is None or id(mask.type), other.__class__, other
-        if key not in plans:
-            made = original(pointer, mask, other, **options)
-            fill = np.zeros_like(made.handle.data)
-            if other is not None:
-                fill[...] = semantic.cast(semantic.to_tensor(other), made.dtype).handle.data
-            plans[key] = fill, np.ones(fill.shape, bool), made.handle.dtype, made.type
-            return made
-        fill, everywhere, dtype, made_type = plans[key]
-        mask = everywhere if mask is None else _spread(mask, fill.shape)
-        pointers = _spread(pointer, fill.shape)
-        data = interpreter._interpreter.load(pointers, mask, fill, fill.dtype)
-        return _tensor(data, dtype, made_type)
-
-    tl.load = load
-
-
-def _plan_store(original):
-    plans: dict[tuple, np.ndarray] = {}
-
-    def store(pointer, value, mask=None, **options):
-        value = semantic.to_tensor(value)
-        is_usual = mask.__class__ in (tensor, type(None))
-        if not is_usual or pointer.dtype.element_ty is tl.int1:
-            return original(pointer, value, mask, **options)
-        key = id(pointer.type), id(value.type), mask is None or id(mask.type)
-        if key not in plans:
-            original(pointer, value, mask, **options)
-            plans[key] = np.ones(pointer.handle.data.shape, bool)
-            return
-        everywhere = plans[key]
-        value = _spread(semantic.cast(value, pointer.dtype.element_ty), everywhere.shape)
-        mask = everywhere if mask is None else _spread(mask, everywhere.shape)
-        interpreter._interpreter.store(pointer.handle.data, value, mask)
-
-    tl.store = store
-
-
-def _spread(tensor, shape):
-    data = tensor.handle.data
-    return data if data.shape == shape else np.broadcast_to(data, shape)
 
 
 def _keep_numbers(original):
