@@ -99,6 +99,7 @@ def a_step(tokens, card_gib=1e9):
         (9, 1.0, [(24, 152, "trained, steps: 2"), (24, 160, "trained, steps: 2")]),
         (4, 1.0, [(24, 152, "trained, steps: 1")]),
         (3, 1.0, [(24, 152, "predicted: 4 s")]),
+        (0, 1.0, []),
         # nothing trained: a little shorter
         (9, 0.9, [(24, 152, "out of memory"), (24, 140, "trained, steps: 2")]),
     ],
